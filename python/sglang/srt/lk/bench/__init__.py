@@ -1,0 +1,16 @@
+"""Kernel benchmarks that compare themselves with the machine they run on.
+
+An expert call is measured between two runs of a plain memory reader, and beside the peak of the same dot
+product that it uses, because shared machines change speed by a factor of two within minutes. What counts is the
+share of the machine that a kernel reaches; milliseconds of two runs are not comparable.
+
+* ``cases``: what is measured: shapes, formats, rows, and which experts the tokens visit.
+* ``plan``: options and settings in, one plan or every problem out.
+* ``weights``: random experts of every format, many times larger than the caches.
+* ``kernels``: the measuring itself.
+* ``report``: table and JSON.
+* ``roofline``: the picture.
+* ``compare``: two JSON files against each other.
+
+No torch in here: numpy buffers and pointers, so that the command answers at once.
+"""

@@ -1,0 +1,62 @@
+"""From the command's options and LK_* to one plan, or one message with everything that is wrong.
+
+Measures nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable, Mapping
+from typing import TypeVar
+
+from sglang.srt.lk import config, cpus
+from sglang.srt.lk.bench import cases, weights
+from sglang.srt.lk.bench.kernels import Plan
+
+T = TypeVar("T")
+
+
+def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
+    problems: list[str] = []
+    isas = [isa["name"] for isa in ext.isas() if isa["supported"]]
+    settings = _settings(options, environ, isas, problems)
+    shapes = _parsed(cases.parse_shape, options.shape or map(str, cases.DEFAULT_SHAPES), problems)
+    rows = _parsed(cases.parse_rows, options.rows or cases.DEFAULT_ROWS, problems)
+    formats = options.format or [name for name in ext.formats() if name in weights.FILLS]
+    chosen = isas if options.isa == ["all"] else options.isa or [settings.isa or isas[-1]]
+    problems += [f"--format {name}: known are {', '.join(ext.formats())}" for name in formats if name not in ext.formats()]
+    problems += [f"--isa {name}: this machine runs {', '.join(isas)}, or all of them with all" for name in chosen if name not in isas]
+    if options.repeats < 7:
+        problems.append(f"--repeats {options.repeats}: at least 7, or the median means little")
+    if options.seconds <= 0:
+        problems.append(f"--seconds {options.seconds}: must be above 0")
+    if problems:
+        raise ValueError("\n  ".join([f"{len(problems)} problem{'s' * (len(problems) > 1)}", *problems]))
+    workers = cpus.usable(settings)
+    return Plan(
+        isas=chosen, formats=formats, shapes=shapes, rows=rows, cpus=workers.cpus, nodes=len(set(workers.nodes)),
+        seconds=options.seconds, repeats=options.repeats, bind="node" if settings.thread_binding == "NUMA_NODE" else "core",
+        spin_us=0 if settings.power_saving else 200, huge=settings.numa_huge,
+    )
+
+
+def _settings(options: argparse.Namespace, environ: Mapping[str, str], isas: list[str], problems: list[str]) -> config.Config:
+    """LK_* as a server would read them, with --threads in the place of LK_THREADS."""
+    given = {**environ, config.SWITCH: "1"}
+    if options.threads is not None:
+        given["LK_THREADS"] = str(options.threads)
+    try:
+        return config.load(given, isas=lambda: isas)
+    except config.ConfigError as error:
+        problems += error.problems
+        return config.Config()
+
+
+def _parsed(parse: Callable[[str], T], texts: Iterable[str], problems: list[str]) -> list[T]:
+    values = []
+    for text in texts:
+        try:
+            values.append(parse(text))
+        except ValueError as error:
+            problems.append(str(error))
+    return values

@@ -1,0 +1,58 @@
+"""The roofline picture: what each case reached under the two roofs that the machine showed in the same run.
+
+Needs matplotlib, which serving does not; it comes with the extra ``bench``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+COLOURS = {"bf16": "#1f77b4", "mxfp4": "#d95f02", "nvfp4": "#1b9e77"}
+MARKERS = "osD^vP*X"
+
+
+def require_matplotlib():
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ValueError("--plot needs matplotlib, which is not installed: pip install matplotlib (or sglang-lk[bench])") from error
+    return Figure
+
+
+def draw(machine: dict, rows: list[dict], path: Path) -> None:
+    """Write a PNG. ``rows`` and ``machine`` are those of the JSON file, so stored runs can be drawn again."""
+    figure = require_matplotlib()(figsize=(9, 5.5), layout="constrained")
+    axes = figure.subplots()
+    axes.set(xscale="log", yscale="log", xlabel="FLOP per byte of expert weights", ylabel="GFLOP/s", title=f"Expert calls · {machine['cpu']} · {rows[0]['threads']} threads")
+    intensity = [row["gflop_per_s"] / row["gb_per_s"] for row in rows]
+    left, right = min(intensity) / 2, max(intensity) * 2
+    _roofs(axes, rows, left, right)
+    shapes = sorted({_shape(row) for row in rows})
+    for row, x in zip(rows, intensity):
+        axes.plot(
+            x, row["gflop_per_s"], MARKERS[shapes.index(_shape(row)) % len(MARKERS)], color=COLOURS.get(row["format"], "#666666"),
+            markersize=8, markeredgecolor="white", linestyle="none", label=f"{row['format']} {row['isa']} {_shape(row)}",
+        )
+        share = max(row["read_ratio"], row["dot_ratio"])
+        axes.annotate(f"{share:.0%}", (x, row["gflop_per_s"]), textcoords="offset points", xytext=(7, -11), fontsize=8, color="#444444")
+    axes.set_xlim(left, right)
+    axes.grid(True, which="major", color="#eeeeee")
+    handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
+    axes.legend(handles.values(), handles.keys(), fontsize=8, loc="lower right", frameon=False)
+    figure.savefig(path, dpi=150)
+
+
+def _roofs(axes, rows: list[dict], left: float, right: float) -> None:
+    """One roof per instruction set: the memory's slope, then the flat dot-product peak."""
+    read = max(row["read_gb_per_s"] for row in rows)
+    for isa in sorted({row["isa"] for row in rows}):
+        peak = max(row["dot_gflop_per_s"] for row in rows if row["isa"] == isa)
+        knee = peak / read
+        corner = [(left, left * read)] + [(knee, peak)] * (left < knee < right) + [(right, min(peak, right * read))]
+        axes.plot(*zip(*corner), color="#999999", linewidth=1.2, zorder=0)
+        axes.annotate(f"{isa} dot peak {peak:.0f} GFLOP/s", (right, peak), textcoords="offset points", xytext=(-4, 4), ha="right", fontsize=8, color="#666666")
+    axes.annotate(f"reader {read:.0f} GB/s", (left, left * read), textcoords="offset points", xytext=(6, 10), fontsize=8, color="#666666")
+
+
+def _shape(row: dict) -> str:
+    return f"{row['hidden']},{row['width']},{row['experts']},{row['top_k']}"

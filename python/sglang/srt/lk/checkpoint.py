@@ -1,0 +1,246 @@
+"""What a checkpoint's experts look like, read from ``config.json`` and the safetensors headers only.
+
+Made for planning before anything starts: no weight is read, no torch is imported. How weights are really
+interpreted is the loader's business; this module names a format from tensor names, types and shapes.
+A new format is one line in ``_format``; a new spelling of expert tensors is one in ``_PART`` or ``_FUSED``.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+HEADER_LIMIT = 100 << 20  # safetensors' own limit
+
+
+class CheckpointError(Exception):
+    """The folder is no checkpoint that can be planned; the message says why and what to give instead."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    dtype: str
+    shape: tuple[int, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class MoeLayer:
+    """The routed experts of one layer. ``draft`` is the kind of draft model they belong to, None in the main model;
+    ``format`` is ``"mixed: a, b"`` when the experts do not all agree."""
+
+    layer_id: int
+    draft: str | None
+    format: str
+    experts: int
+    hidden: int
+    width: int
+    bytes: int
+    missing: tuple[str, ...] = ()
+
+
+@dataclass
+class Checkpoint:
+    path: Path
+    architecture: str
+    top_k: int | None
+    declared_layers: int | None
+    declared_experts: int | None
+    layers: list[MoeLayer] = field(default_factory=list)
+    other_bytes: int = 0
+    largest_file: int = 0
+    problems: list[str] = field(default_factory=list)
+
+
+def read(path: Path) -> Checkpoint:
+    """Everything that the names and headers tell. Damaged or missing files are listed in ``problems``."""
+    config = _config(path)
+    found = Checkpoint(
+        path=path,
+        architecture=(config.get("architectures") or ["unknown"])[0],
+        top_k=_first(config, "num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token"),
+        declared_layers=_first(config, "num_hidden_layers"),
+        declared_experts=_first(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+    )
+    groups: dict[tuple[str, int], _Group] = {}
+    for file in _files(path, found.problems):
+        tensors, problem = read_header(file)
+        found.largest_file = max(found.largest_file, file.stat().st_size)
+        found.problems += [problem] if problem else []
+        for name, tensor in tensors.items():
+            if not _collect(name, tensor, groups, found.declared_layers):
+                found.other_bytes += tensor.bytes
+    hidden = _first(config, "hidden_size")
+    found.layers = [group.layer(key, found.declared_experts, hidden) for key, group in sorted(groups.items())]
+    return found
+
+
+def read_header(file: Path) -> tuple[dict[str, Tensor], str | None]:
+    """Names, types and shapes of one safetensors file, and what is wrong with the file if anything is."""
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        head = stream.read(8)
+        length = struct.unpack("<Q", head)[0] if len(head) == 8 else None
+        if length is None or length > min(HEADER_LIMIT, size - 8):
+            return {}, f"{file.name} is not a safetensors file, or it is cut off in its header"
+        try:
+            header = json.loads(stream.read(length))
+        except ValueError as error:
+            return {}, f"{file.name} has a damaged header ({error})"
+    header.pop("__metadata__", None)
+    tensors = {
+        name: Tensor(item["dtype"], tuple(item["shape"]), item["data_offsets"][1] - item["data_offsets"][0])
+        for name, item in header.items()
+    }
+    wanted = 8 + length + max((item["data_offsets"][1] for item in header.values()), default=0)
+    if size != wanted:
+        return tensors, f"{file.name} has {size} bytes instead of {wanted}: " + ("it is cut off" if size < wanted else "something was appended")
+    return tensors, None
+
+
+def _config(path: Path) -> dict:
+    """``config.json`` with a nested text model's values on top, as multimodal checkpoints store them."""
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and the safetensors files")
+    try:
+        config = json.loads((path / "config.json").read_text())
+    except OSError as error:
+        raise CheckpointError(f"{path} holds no readable config.json; give a checkpoint's own folder") from error
+    except ValueError as error:
+        raise CheckpointError(f"{path}/config.json is not JSON ({error}); fetch the file again") from error
+    nested = next((config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), {})
+    return {**config, **{key: value for key, value in nested.items() if key != "architectures"}}
+
+
+def _first(config: dict, *keys: str) -> int | None:
+    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+
+
+def _files(path: Path, problems: list[str]) -> list[Path]:
+    """The shards: the index's and any other in the folder, for an index may be stale or absent."""
+    present = {file.name: file for file in sorted(path.glob("*.safetensors"))}
+    index = path / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            listed = set(json.loads(index.read_text())["weight_map"].values())
+        except (ValueError, KeyError) as error:
+            problems.append(f"{index.name} is damaged ({error!r})")
+            listed = set()
+        missing = sorted(listed - present.keys())
+        if missing:
+            problems.append(f"{len(missing)} of {len(listed)} shards are missing: {', '.join(missing[:4])}{' …' if missing[4:] else ''}")
+        if listed:
+            present = {name: file for name, file in present.items() if name in listed}
+    elif not present:
+        raise CheckpointError(f"{path} holds no *.safetensors file; convert the checkpoint to safetensors first")
+    return list(present.values())
+
+
+# One tensor of one expert, and one tensor of all experts of a layer.
+_LAYER = r"^(?P<before>.*?)\b(?P<list>layers|stages|blocks|h)\.(?P<layer>\d+)\.(?P<between>.*?)\bexperts\."
+_PART = re.compile(_LAYER + r"(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<kind>\w+)$")
+_FUSED = re.compile(_LAYER + r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)[._]?(?P<kind>\w*)$")
+_SAME = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate_up", "w13": "gate_up"}
+_CODES = ("weight", "weight_packed", "qweight", "blocks", "")  # the tensor that holds the weights themselves
+
+
+def _collect(name: str, tensor: Tensor, groups: dict, declared_layers: int | None) -> bool:
+    """Add the tensor to its layer's group; False if it belongs to no routed expert."""
+    match = _PART.match(name) or _FUSED.match(name)
+    if match is None or "shared" in match["between"]:
+        return False
+    layer = int(match["layer"])
+    group = groups.setdefault((_draft(match, layer, declared_layers), layer), _Group())
+    group.add(match.groupdict().get("expert"), _SAME[match["part"]], match["kind"], tensor)
+    return True
+
+
+def _draft(match: re.Match, layer: int, declared_layers: int | None) -> str:
+    """Kind of draft model, "" for the main one. Some checkpoints append MTP layers to the main model's."""
+    if match["list"] == "stages":
+        return "dspark"
+    appended = declared_layers is not None and layer >= declared_layers
+    return "mtp" if appended or re.search(r"\b(mtp|nextn)\b", match["before"]) else ""
+
+
+class _Group:
+    """The tensors of one layer's experts while they are being gathered."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self.tensors: dict[tuple[str | None, str], dict[str, Tensor]] = {}
+
+    def add(self, expert: str | None, part: str, kind: str, tensor: Tensor) -> None:
+        self.bytes += tensor.bytes
+        self.tensors.setdefault((expert, part), {})[kind] = tensor
+
+    def layer(self, key: tuple[str, int], declared: int | None, hidden: int | None) -> MoeLayer:
+        formats = sorted({_format(kinds) for kinds in self.tensors.values()})
+        fused = any(expert is None for expert, _ in self.tensors)
+        part, kinds = next(((p, k) for (_, p), k in self.tensors.items() if p in ("gate", "gate_up")), (None, {}))
+        rows, columns, count = _shape(kinds, fused, hidden)
+        width = rows // 2 if part == "gate_up" else rows
+        experts = count if fused else len({expert for expert, _ in self.tensors})
+        return MoeLayer(
+            layer_id=key[1], draft=key[0] or None, experts=experts, hidden=columns, width=width, bytes=self.bytes,
+            format=formats[0] if len(formats) == 1 else "mixed: " + ", ".join(formats),
+            missing=() if fused else self._missing(declared or experts),
+        )
+
+    def _missing(self, experts: int) -> tuple[str, ...]:
+        have = {key for key, kinds in self.tensors.items() if any(kind in kinds for kind in _CODES)}
+        wanted = [(str(e), part) for e in range(experts) for part in ("gate", "up", "down")]
+        return tuple(f"experts.{e}.{part}" for e, part in wanted if (e, part) not in have)
+
+
+def _codes(kinds: dict[str, Tensor]) -> Tensor | None:
+    return next((kinds[kind] for kind in _CODES if kind in kinds), None)
+
+
+def _format(kinds: dict[str, Tensor]) -> str:
+    """The format's name, by the type of the codes and of the scales beside them."""
+    codes = _codes(kinds)
+    if codes is None:
+        return "no weights"
+    scale = next((kinds[kind] for kind in ("weight_scale", "weight_scale_inv", "scale", "scales") if kind in kinds), None)
+    scale_type = scale.dtype if scale else None
+    match codes.dtype, scale_type:
+        case "BF16", None:
+            return "bf16"
+        case "F16", None:
+            return "f16"
+        case ("U8" | "I8" | "F4"), ("U8" | "F8_E8M0"):
+            return "mxfp4"
+        case ("U8" | "I8" | "F4"), "F8_E4M3":
+            return "nvfp4"
+        case "F8_E4M3", ("U8" | "F8_E8M0"):
+            return "mxfp8"
+        case "F8_E4M3", _:
+            return "fp8"
+        case ("I32" | "I64"), _:
+            return "int4"
+        case "I8", _:
+            return "int8"
+    return f"{codes.dtype.lower()} weights" + (f" with {scale_type.lower()} scales" if scale_type else "")
+
+
+def _shape(kinds: dict[str, Tensor], fused: bool, hidden: int | None) -> tuple[int, int, int]:
+    """Rows and columns of one expert's first projection, and the experts that the tensor stacks."""
+    codes = _codes(kinds)
+    if codes is None:
+        return 0, hidden or 0, 0
+    shape = codes.shape
+    count, shape = (shape[0], shape[1:]) if fused else (1, shape)
+    per_byte = 2 if _format(kinds) in ("mxfp4", "nvfp4") else 1
+    if not shape:
+        return 0, hidden or 0, count
+    if codes.dtype == "I32" and hidden:  # int4 packs eight rows or columns in a word: the number of values tells the rows
+        return math.prod(shape) * 8 // hidden, hidden, count
+    rows, columns = shape[0], math.prod(shape[1:]) * per_byte
+    if hidden and columns != hidden and rows == hidden:  # stored [in, out]
+        rows, columns = columns, rows
+    return rows, columns, count

@@ -1,0 +1,140 @@
+"""The command line ``sglang-lk``: arguments in, exit status out.
+
+Only parsing and wiring; what the commands do is in ``doctor`` and ``bench``, imported when asked for. Exit status:
+0 all well, 1 the answer is "no" (a problem stops serving, a case got slower), 2 the question was wrong.
+A new command is a function ``_name`` and its block in ``parser``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from pathlib import Path
+
+from sglang.srt.lk.term import Style, table, write
+
+DOCS = "docs/reference/cli.md"
+
+
+def main(argv: list[str] | None = None) -> int:
+    arguments = parser().parse_args(argv)
+    try:
+        return arguments.run(arguments)
+    except (ValueError, MemoryError) as error:  # what was asked for cannot be done; the message says what can
+        write(f"sglang-lk: {error}", sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        write("\nsglang-lk: stopped", sys.stderr)
+        return 130
+
+
+def parser() -> argparse.ArgumentParser:
+    top = argparse.ArgumentParser(prog="sglang-lk", description="Look at a machine and at the CPU expert kernels; serves nothing.")
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    _add_doctor(commands)
+    bench = commands.add_parser("bench", help="measure, and compare measurements", description="Measure, and compare measurements.")
+    measures = bench.add_subparsers(title="what", metavar="WHAT", required=True)
+    _add_kernels(measures)
+    _add_compare(measures)
+    return top
+
+
+def _add_doctor(commands) -> None:
+    doctor = commands.add_parser(
+        "doctor", help="say what this machine offers and what would stop serving",
+        description="Say what this machine offers, which role each layer of a model would get, and what would stop serving, "
+        "with remedies. Starts nothing. Exit status 1 if something would stop serving.",
+    )
+    doctor.add_argument("model", nargs="?", type=Path, metavar="MODEL_DIR", help="checkpoint to plan (config.json and headers are read, no weights)")
+    doctor.add_argument("--device", choices=("cpu", "cuda"), help="what the server will run on (default: cuda where a card is, else cpu)")
+    doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    doctor.add_argument("--no-bandwidth", action="store_true", help="skip the second of reading memory")
+    doctor.set_defaults(run=_doctor)
+
+
+def _add_kernels(measures) -> None:
+    kernels = measures.add_parser(
+        "kernels", help="time expert calls against this machine's memory and dot-product peak",
+        description="Time complete expert calls for every shape, format and number of rows, each between two looks at the machine: "
+        "a plain memory reader (2 MB pages) and the dot-product peak. Options marked + may be repeated.",
+    )
+    add = kernels.add_argument
+    add("--shape", action="append", metavar="H,I,E,K", help="+ hidden, width, experts, experts per token (default: 2048,768,128,8 and 4096,2048,32,6)")
+    add("--format", action="append", metavar="NAME", help="+ weight format (default: all that the extension has)")
+    add("--isa", action="append", metavar="NAME", help="+ instruction set, or all (default: LK_ISA, else the best)")
+    add("--rows", action="append", metavar="N", help="+ tokens in the batch, as 1, or rows for each expert, as 128/expert (default: these two)")
+    add("--threads", type=int, metavar="N", help="worker threads (default: LK_THREADS, else every usable core)")
+    add("--seconds", type=float, default=1.0, metavar="S", help="least time spent on one case (default: 1)")
+    add("--repeats", type=int, default=7, metavar="N", help="batches of calls whose median counts, at least 7 (default: 7)")
+    add("--json", type=Path, metavar="FILE", help="store machine and rows")
+    add("--plot", type=Path, metavar="FILE", help="draw a roofline as PNG (needs matplotlib)")
+    kernels.set_defaults(run=_kernels)
+
+
+def _add_compare(measures) -> None:
+    compare = measures.add_parser(
+        "compare", help="compare two results of bench kernels --json",
+        description="Compare the cases that two results of bench kernels --json share, by their share of the machine. "
+        "Exit status 1 if one fell by more than the tolerance.",
+    )
+    compare.add_argument("first", type=Path, metavar="A.json")
+    compare.add_argument("second", type=Path, metavar="B.json")
+    compare.add_argument("--tolerance", type=float, default=0.1, metavar="X", help="fall of the share that counts as slower (default: 0.1)")
+    compare.set_defaults(run=_compare)
+
+
+def _doctor(arguments: argparse.Namespace) -> int:
+    from sglang.srt.lk import doctor, doctor_text
+
+    report = doctor.examine(arguments.model, os.environ, device=arguments.device, bandwidth=not arguments.no_bandwidth)
+    if arguments.json:
+        write(json.dumps(report.as_dict(), indent=1))
+    else:
+        write("\n".join(doctor_text.render(report, Style.of(sys.stdout))))
+    return 0 if report.ok else 1
+
+
+def _kernels(arguments: argparse.Namespace) -> int:
+    from sglang.srt.lk.bench import kernels, plan, report, roofline
+
+    if arguments.plot:
+        roofline.require_matplotlib()  # before the minutes of measuring, not after
+    ext = _extension()
+    todo = plan.make(arguments, os.environ, ext)
+    style, rows = Style.of(sys.stdout), []
+    found = report.facts(ext, todo)
+    write("\n".join([*report.opening(found, style), "", report.heading(style)]))
+    for row in kernels.run(ext, todo):
+        rows.append(row)
+        write(report.line(row, style))
+    if arguments.json:
+        report.store(arguments.json, found, rows)
+    if arguments.plot:
+        roofline.draw(found, [row.as_dict() for row in rows], arguments.plot)
+    return 0
+
+
+def _extension():
+    try:
+        import sgl_kernel_ext
+    except ImportError as error:
+        raise ValueError(f"the kernels (sgl_kernel_ext) cannot be imported: {error}; install the sglang-lk wheel for this Python") from error
+    return sgl_kernel_ext
+
+
+def _compare(arguments: argparse.Namespace) -> int:
+    from sglang.srt.lk.bench.compare import compare
+
+    style, changes = Style.of(sys.stdout), compare(arguments.first, arguments.second)
+    rows = [["hidden,width,experts,k", "format", "isa", "rows", "share of", "A", "B", "B/A", ""]]
+    slower = 0
+    for change in changes:
+        h, i, e, k, fmt, isa, batch, _ = change.key
+        worse = change.ratio < 1 - arguments.tolerance
+        slower += worse
+        mark = style("red", "slower") if worse else style("green", "faster") if change.ratio > 1 + arguments.tolerance else ""
+        rows.append([f"{h},{i},{e},{k}", fmt, isa, str(batch), change.limit, f"{change.before:.0%}", f"{change.after:.0%}", f"{change.ratio:.2f}", mark])
+    write("\n".join([*table(rows, "<<<><>>><"), "", f"{len(changes)} cases compared, {slower} slower by more than {arguments.tolerance:.0%}"]))
+    return 1 if slower else 0

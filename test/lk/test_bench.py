@@ -1,0 +1,225 @@
+"""The benchmark measures what it says: bytes, shares, rotation; and refuses what it cannot measure."""
+
+import json
+import os
+import sys
+
+import double
+import numpy as np
+import pytest
+from sglang.srt.lk import cli
+from sglang.srt.lk.bench import cases, compare, kernels, plan, report, roofline, weights
+from sglang.srt.lk.bench.cases import Shape
+from sglang.srt.lk.term import Style, width
+
+SMALL = Shape(64, 32, 10, 3)
+PROMISED = (
+    "isa format hidden width experts top_k rows threads seconds gb_per_s gflop_per_s read_gb_per_s read_ratio dot_ratio".split()
+)
+
+
+@pytest.fixture(autouse=True)
+def ext(monkeypatch):
+    extension = double.Extension()
+    monkeypatch.setitem(sys.modules, "sgl_kernel_ext", extension)
+    monkeypatch.setattr(kernels, "cache_bytes", lambda cpus: 4096)
+    for name in [name for name in os.environ if name.startswith(("LK_", "LVLLM_"))]:
+        monkeypatch.delenv(name)
+    return extension
+
+
+def small_plan(**changes):
+    cpu = min(os.sched_getaffinity(0))
+    return kernels.Plan(**{"isas": ["avx2"], "formats": ["bf16"], "shapes": [SMALL], "rows": ["1"], "cpus": [cpu], "seconds": 0.01} | changes)
+
+
+def options(*arguments):
+    return cli.parser().parse_args(["bench", "kernels", *arguments])
+
+
+def refusals(ext, *arguments):
+    with pytest.raises(ValueError) as error:
+        plan.make(options(*arguments), {}, ext)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("batch", [1, 2, 4, 7, 50])
+def test_experts_of_a_token_are_distinct_and_all_experts_get_the_same_rows(batch):
+    routes = cases.routes(SMALL, batch)
+    ids = np.concatenate(routes)
+    assert all(len(set(row)) == SMALL.top_k for row in ids)
+    assert set(ids.ravel()) == set(range(SMALL.experts))
+    counts = np.bincount(np.concatenate([route.ravel() for route in routes]), minlength=SMALL.experts)
+    assert counts.max() - counts.min() <= 1
+    assert all(route.dtype == np.int32 and route.shape == (batch, SMALL.top_k) for route in routes)
+
+
+def test_rows_are_tokens_or_rows_of_each_expert():
+    assert cases.tokens("5", SMALL) == 5
+    assert cases.tokens("128/expert", Shape(2048, 768, 128, 8)) == 2048
+    assert cases.tokens("128/expert", Shape(4096, 2048, 32, 6)) == 683
+
+
+def test_weights_between_two_visits_are_eight_times_the_caches():
+    assert cases.layers_needed(layer_bytes=100, cache_bytes=1000) == 80
+    assert cases.layers_needed(layer_bytes=10**9, cache_bytes=1000) == 2
+
+
+def test_no_expert_comes_again_before_all_others_were_visited(ext):
+    list(kernels.run(ext, small_plan(rows=["2"])))
+    layers = {id(layer) for layer, _ in ext.visited}
+    assert len(layers) == cases.layers_needed(ext.visited[0][0].bytes, 4096)
+    step = 2 * SMALL.top_k
+    for first, second in zip(ext.visited, ext.visited[1:]):
+        assert first[0] is not second[0]
+    seen: dict[tuple, int] = {}
+    for turn, (layer, ids) in enumerate(ext.visited):
+        for expert in ids.ravel():
+            if (id(layer), expert) in seen:
+                assert turn - seen[id(layer), expert] >= len(layers) * (SMALL.experts // step)
+            seen[id(layer), expert] = turn
+    assert len(seen) == len(layers) * SMALL.experts
+
+
+@pytest.mark.parametrize("fmt, bits", [("bf16", 16), ("mxfp4", 4.25), ("nvfp4", 4.5)])
+def test_rates_are_distinct_bytes_and_all_products_over_the_median(ext, fmt, bits):
+    (row,) = kernels.run(ext, small_plan(formats=[fmt], rows=["2"]))
+    values = SMALL.hidden * SMALL.width * 3
+    assert row.gb_per_s * row.seconds * 1e9 == pytest.approx(6 * values * bits / 8)
+    assert row.gflop_per_s * row.seconds * 1e9 == pytest.approx(2 * 2 * 3 * values)
+    assert row.read_ratio == pytest.approx(row.gb_per_s / ext.read)
+    assert row.dot_ratio == pytest.approx(row.gflop_per_s / ext.dot)
+    assert (row.isa, row.format, row.rows, row.threads, row.repeats) == ("avx2", fmt, 2, 1, 7)
+    assert row.seconds > 0.0002  # the stand-in sleeps that long
+
+
+def test_experts_beyond_the_batch_are_counted_once(ext):
+    (row,) = kernels.run(ext, small_plan(rows=["40"]))
+    assert row.gb_per_s * row.seconds * 1e9 == pytest.approx(10 * 64 * 32 * 3 * 2)
+
+
+def test_the_reader_runs_around_every_case(ext, monkeypatch):
+    readings = iter([10.0, 30.0])
+    monkeypatch.setattr(double.Engine, "read_gb_per_s", lambda self, megabytes, seconds: next(readings))
+    (row,) = kernels.run(ext, small_plan())
+    assert row.read_gb_per_s == 20.0
+
+
+def test_a_kernel_that_writes_nothing_is_refused_instead_of_timed(monkeypatch):
+    broken = double.Extension(broken=True)
+    with pytest.raises(RuntimeError) as error:
+        list(kernels.run(broken, small_plan()))
+    assert str(error.value).startswith("avx2 bf16 64,32,10,3, 1 rows: the result is not finite")
+
+
+def test_every_expert_is_packed_once(ext):
+    engine = ext.Engine([0])
+    for fmt in weights.FILLS:
+        layer = weights.make_layer(ext, engine, fmt, SMALL)
+        assert sorted(layer.packed) == sorted((e, p) for e in range(SMALL.experts) for p in weights.PARTS)
+
+
+def test_the_calling_thread_is_put_on_the_first_core_and_back(ext, monkeypatch):
+    before, during = os.sched_getaffinity(0), []
+    monkeypatch.setattr(double.Engine, "dot_gflop_per_s", lambda self, seconds: during.append(os.sched_getaffinity(0)) or 400.0)
+    list(kernels.run(ext, small_plan()))
+    assert during == [{min(before)}] * 2
+    assert os.sched_getaffinity(0) == before
+
+
+def test_too_little_memory_is_said_before_anything_is_packed(ext, monkeypatch):
+    from sglang.srt.lk import cpus
+
+    monkeypatch.setattr(cpus, "memory", lambda: cpus.Memory(1000, 2000, []))
+    with pytest.raises(MemoryError) as error:
+        list(kernels.run(ext, small_plan()))
+    assert "give a --shape with fewer experts" in str(error.value)
+    assert ext.visited == []
+
+
+def test_the_defaults_are_the_two_reference_shapes_with_one_row_and_128_per_expert(ext):
+    made = plan.make(options(), {}, ext)
+    assert [str(shape) for shape in made.shapes] == ["2048,768,128,8", "4096,2048,32,6"]
+    assert made.rows == ["1", "128/expert"]
+    assert made.formats == ["bf16", "mxfp4", "nvfp4"]
+    assert made.isas == ["avx512_bf16"]
+    assert made.repeats >= 7
+
+
+def test_settings_of_the_server_hold_for_the_benchmark(ext):
+    made = plan.make(options(), {"LK_ISA": "avx2", "LK_NUMA_HUGE": "0", "LK_THREAD_BINDING": "NUMA_NODE", "LK_THREADS": "1"}, ext)
+    assert (made.isas, made.huge, made.bind, len(made.cpus)) == (["avx2"], False, "node", 1)
+    assert plan.make(options("--isa", "all"), {}, ext).isas == list(double.NAMES)
+
+
+def test_all_wrong_options_are_said_at_once(ext):
+    said = refusals(
+        ext, "--shape", "1,2,3", "--shape", "64,32,2,3", "--rows", "3/token", "--isa", "avx1024", "--format", "q4",
+        "--threads", "0", "--repeats", "3", "--seconds", "0",
+    )
+    assert said.startswith("8 problems\n")
+    for part in ("--shape 1,2,3", "--shape 64,32,2,3", "--rows 3/token", "--isa avx1024: this machine runs scalar, avx2", "--format q4: known are bf16", "LK_THREADS", "--repeats 3", "--seconds 0"):
+        assert part in said
+
+
+def test_a_shape_that_a_format_cannot_hold_is_refused(ext):
+    with pytest.raises(ValueError) as error:
+        list(kernels.run(ext, small_plan(formats=["mxfp4"], shapes=[Shape(64, 48, 4, 2)])))
+    assert str(error.value) == "--shape 64,48,4,2: mxfp4 needs HIDDEN and WIDTH divisible by 32"
+
+
+def test_json_holds_the_promised_fields_beside_the_machine(tmp_path, capsys):
+    file = tmp_path / "a.json"
+    assert cli.main(["bench", "kernels", "--shape", "64,32,10,3", "--rows", "1", "--seconds", "0.01", "--json", str(file)]) == 0
+    stored = json.loads(file.read_text())
+    assert len(stored["rows"]) == 3
+    for row in stored["rows"]:
+        assert [name for name in PROMISED if name not in row] == []
+        assert (row["hidden"], row["width"], row["experts"], row["top_k"], row["rows"]) == (64, 32, 10, 3, 1)
+    assert stored["machine"]["cpu"] == "Test CPU"
+    table = capsys.readouterr().out.splitlines()
+    assert sum(line.startswith("64,32,10,3") for line in table) == 3
+
+
+def test_columns_stand_under_their_headings(ext):
+    (row,) = kernels.run(ext, small_plan())
+    assert width(report.line(row, Style(True))) == width(report.heading(Style(False)))
+
+
+def result(path, **changes):
+    row = {"hidden": 1, "width": 2, "experts": 3, "top_k": 1, "format": "bf16", "isa": "avx2", "rows": 1, "threads": 2, "read_ratio": 0.8, "dot_ratio": 0.1}
+    path.write_text(json.dumps({"machine": {}, "rows": [row | changes]}))
+    return str(path)
+
+
+@pytest.mark.parametrize("after, status, word", [(0.8, 0, ""), (0.73, 0, ""), (0.7, 1, "slower"), (0.95, 0, "faster")])
+def test_compare_judges_by_the_nearer_limit(tmp_path, capsys, after, status, word):
+    a, b = result(tmp_path / "a.json"), result(tmp_path / "b.json", read_ratio=after, dot_ratio=0.01)
+    assert cli.main(["bench", "compare", a, b]) == status
+    line = capsys.readouterr().out.splitlines()[1]
+    assert line.rstrip().endswith(word or f"{after / 0.8:.2f}")
+    assert " read " in line
+
+
+def test_compare_refuses_what_has_nothing_in_common(tmp_path, capsys):
+    assert cli.main(["bench", "compare", result(tmp_path / "a.json"), result(tmp_path / "b.json", threads=3)]) == 2
+    assert "no case in common" in capsys.readouterr().err
+    (tmp_path / "c.json").write_text("[]")
+    assert cli.main(["bench", "compare", str(tmp_path / "c.json"), str(tmp_path / "a.json")]) == 2
+    assert "is no result of" in capsys.readouterr().err
+    assert compare.compare(tmp_path / "a.json", tmp_path / "a.json")[0].ratio == 1
+
+
+def test_a_picture_needs_matplotlib_and_says_so_before_measuring(ext, tmp_path, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["bench", "kernels", "--plot", str(tmp_path / "a.png")]) == 2
+    assert "pip install matplotlib" in capsys.readouterr().err
+    assert ext.visited == []
+
+
+def test_the_picture_is_a_png(ext, tmp_path):
+    pytest.importorskip("matplotlib", reason="the extra `bench` is not installed")
+    made = small_plan(rows=["1", "128/expert"], formats=["bf16", "mxfp4"])
+    rows = [row.as_dict() for row in kernels.run(ext, made)]
+    roofline.draw(report.facts(ext, made), rows, tmp_path / "a.png")
+    assert (tmp_path / "a.png").read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"

@@ -1,0 +1,210 @@
+"""What doctor reports, refuses and advises, on this machine and on others."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import double
+import headers
+import pytest
+from sglang.srt.lk import cli, doctor, doctor_text, install_check, machine
+from sglang.srt.lk.term import Style
+
+PLAIN = Style(colour=False)
+
+
+@pytest.fixture(autouse=True)
+def ext(monkeypatch):
+    """A machine with every instruction set, an installation without faults, no GPU and no LK_* of the caller's."""
+    extension = double.Extension()
+    monkeypatch.setitem(sys.modules, doctor.EXTENSION, extension)
+    monkeypatch.setattr(install_check, "problems", lambda: [])
+    monkeypatch.setattr(machine, "gpus", lambda: machine.Gpus(None, False, []))
+    for name in list(doctor_environ()):
+        monkeypatch.delenv(name)
+    return extension
+
+
+def doctor_environ():
+    import os
+
+    return {name for name in os.environ if name.startswith(("LK_", "LVLLM_"))}
+
+
+def examine(model=None, environ=None, **options):
+    return doctor.examine(model, environ or {}, **options)
+
+
+def stops(report):
+    return [problem.what for problem in report.problems if problem.stops]
+
+
+def hides_cards(monkeypatch, *cards):
+    monkeypatch.setattr(machine, "gpus", lambda: machine.Gpus("1.2", True, list(cards)))
+
+
+CARD = {"index": 0, "name": "Card", "compute": "9.0", "total_bytes": 80 << 30, "free_bytes": 79 << 30}
+
+
+def test_a_sound_machine_is_ready(ext):
+    report = examine()
+    assert stops(report) == []
+    assert report.ok
+    facts = report.as_dict()
+    assert facts["cpu"]["isa"] == "avx512_bf16"
+    assert facts["memory"]["read_gb_per_s"] == ext.read
+    assert facts["memory"]["available_bytes"] > 0
+    assert len(facts["cpu"]["cpus"]) >= 1
+
+
+def test_missing_instruction_sets_are_named_with_what_they_need(monkeypatch):
+    monkeypatch.setitem(sys.modules, doctor.EXTENSION, double.Extension(supported=("scalar", "avx2")))
+    report = examine()
+    assert report.facts["cpu"]["isa"] == "avx2"
+    text = "\n".join(doctor_text.render(report, PLAIN))
+    assert "✗ avx512_bf16  ✗ avx512  ✓ avx2 (used)  ✓ scalar" in text
+    assert "avx512_bf16 needs avx512_bf16_flag" in text
+
+
+def test_a_forced_instruction_set_is_used_or_refused(monkeypatch):
+    assert examine(environ={"LK_ISA": "avx2"}).facts["cpu"]["isa"] == "avx2"
+    monkeypatch.setitem(sys.modules, doctor.EXTENSION, double.Extension(supported=("scalar",)))
+    report = examine(environ={"LK_ISA": "avx2"})
+    (problem,) = stops(report)
+    assert problem.startswith("LK_ISA=avx2: this machine runs scalar")
+
+
+def test_all_wrong_settings_are_said_at_once_even_with_the_switch_off():
+    report = examine(environ={"LK_POOL_SLOT": "3", "LK_THREADS": "abc", "LK_ISA": "avx1024"})
+    assert [problem.split("=")[0].split(":")[0] for problem in stops(report)] == ["LK_POOL_SLOT", "LK_ISA", "LK_THREADS"]
+    assert all(problem.remedy for problem in report.problems)
+
+
+def test_a_machine_without_the_kernels_says_so_and_shows_the_rest(monkeypatch):
+    monkeypatch.setitem(sys.modules, doctor.EXTENSION, None)  # import raises ImportError
+    report = examine()
+    (problem,) = stops(report)
+    assert problem.startswith("the kernels (sgl_kernel_ext) do not load")
+    assert report.facts["memory"]["total_bytes"] > 0
+
+
+def test_a_faulty_installation_stops_serving(monkeypatch):
+    monkeypatch.setattr(install_check, "problems", lambda: ["a stock sglang is installed too"])
+    assert stops(examine()) == ["a stock sglang is installed too"]
+
+
+def test_huge_pages_that_are_off_come_with_the_command_that_turns_them_on(tmp_path):
+    switch = tmp_path / machine.HugePages.switch.lstrip("/")
+    switch.parent.mkdir(parents=True)
+    switch.write_text("always madvise [never]\n")
+    report = examine(root=tmp_path)
+    (problem,) = report.problems
+    assert (problem.stops, problem.remedy) == (False, "as root on the host: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")
+    assert examine(environ={"LK_NUMA_HUGE": "0"}, root=tmp_path).problems == []
+
+
+def test_a_model_is_planned_layer_by_layer(tmp_path, ext):
+    folder = headers.checkpoint(tmp_path / "m", {**headers.mxfp4(layers=(0,)), **headers.bf16(layers=(1,))})
+    report = examine(folder)
+    model = report.facts["model"]
+    assert stops(report) == []
+    assert [(row["layer_id"], row["role"], row["format"], row["host_bytes"]) for row in model["layers"]] == [
+        (0, "cpu", "mxfp4", 4 * ext.packed_bytes("mxfp4", 64, 32)), (1, "cpu", "bf16", 4 * ext.packed_bytes("bf16", 64, 32))]
+    size = (folder / "model.safetensors").stat().st_size
+    assert model["needed_bytes"] == model["host_bytes"] + 100 * 64 * 2 + size
+    assert model["fits"]
+
+
+def test_a_model_that_does_not_fit_is_refused_with_both_figures(tmp_path):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    (tmp_path / "proc").mkdir()
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 64 kB\n")
+    report = examine(folder, root=tmp_path)
+    (problem,) = stops(report)
+    assert problem == "loading needs 220 KiB of host memory and 64 KiB are free (host: 0.0 GiB of 0.0 GiB available)"
+
+
+def test_a_format_that_is_not_served_is_refused_with_those_that_are(tmp_path):
+    kinds = {"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale_inv": lambda r, c: ("F32", (1, 1))}
+    (problem,) = stops(examine(headers.checkpoint(tmp_path / "m", headers.per_expert(kinds))))
+    assert problem == "layers 0-1 of the main model: fp8 experts are not served on the CPU; supported are bf16, mxfp4, nvfp4"
+
+
+def test_resident_layers_take_no_host_memory_and_must_exist(tmp_path, monkeypatch):
+    hides_cards(monkeypatch, CARD)
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    report = examine(folder, {"LK_GPU_RESIDENT_MOE_LAYERS": "0-1"})
+    assert [(row["role"], row["host_bytes"]) for row in report.facts["model"]["layers"]] == [("resident", 0)] * 2
+    assert report.ok
+    (problem,) = stops(examine(folder, {"LK_GPU_RESIDENT_MOE_LAYERS": "0-7"}))
+    assert problem.startswith("LK_GPU_RESIDENT_MOE_LAYERS=0-7: layer 2-7 is not a MoE layer")
+
+
+def test_damage_to_the_checkpoint_is_refused_by_name(tmp_path):
+    tensors = headers.bf16()
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    folder = headers.checkpoint(tmp_path / "m", tensors)
+    file = folder / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-5])
+    said = stops(examine(folder))
+    assert said[0].endswith("it is cut off")
+    assert said[1] == "m: layer 1 lacks experts.2.up"
+    (problem,) = stops(examine(tmp_path / "none"))
+    assert "is not a folder" in problem
+
+
+def test_text_ends_with_every_problem_and_remedy(tmp_path, monkeypatch):
+    monkeypatch.setattr(machine, "gpus", lambda: machine.Gpus(None, True, [], "the driver does not answer: why"))
+    report = examine(tmp_path, {"LK_THREADS": "abc"})
+    text = doctor_text.render(report, PLAIN)
+    for problem in report.problems:
+        assert any(line.endswith(problem.what) for line in text)
+        assert not problem.remedy or any(line.endswith(problem.remedy) for line in text)
+    assert text[-1] == "2 problems would stop serving."
+    assert len(report.problems) == 3
+
+
+def test_colour_changes_no_word(tmp_path):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    report = examine(folder)
+    from sglang.srt.lk import term
+
+    coloured = doctor_text.render(report, Style(colour=True))
+    assert [term._ESCAPE.sub("", line).rstrip() for line in coloured] == [line.rstrip() for line in doctor_text.render(report, PLAIN)]
+    assert any("\x1b[" in line for line in coloured)
+
+
+@pytest.mark.parametrize("threads, status", [("1", 0), ("abc", 1)])
+def test_the_command_prints_one_json_object_and_exits_by_it(capsys, monkeypatch, threads, status):
+    monkeypatch.setenv("LK_THREADS", threads)
+    assert cli.main(["doctor", "--json", "--no-bandwidth"]) == status
+    found = json.loads(capsys.readouterr().out)
+    assert found["ok"] is (status == 0)
+    assert found["memory"]["read_gb_per_s"] is None
+    assert {"install", "settings", "cpu", "memory", "gpu", "problems"} <= found.keys()
+
+
+def test_the_command_imports_neither_torch_nor_the_server():
+    root = Path(cli.__file__).parents[3]
+    code = (
+        f"import sys; sys.path.insert(0, {str(root)!r}); import sglang_lk; sglang_lk.light_package('sglang')\n"
+        f"sys.modules['sglang'].__path__ = [{str(root / 'sglang')!r}, *sys.modules['sglang'].__path__]\n"
+        "sglang_lk.main(['doctor', '--json', '--no-bandwidth'])\n"
+        "heavy = {'torch', 'numpy', 'transformers', 'sglang.srt.server_args'} & sys.modules.keys()\n"
+        "sys.exit(f'imported {heavy}' if heavy else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert json.loads(done.stdout)["problems"] is not None
+
+
+def test_another_machine_is_read_below_its_root(tmp_path):
+    for cpu, size, shared in ((0, "32768K", "0-1"), (1, "32768K", "0-1"), (2, "16M", "2")):
+        folder = tmp_path / f"sys/devices/system/cpu/cpu{cpu}/cache/index3"
+        folder.mkdir(parents=True)
+        (folder / "size").write_text(size)
+        (folder / "shared_cpu_list").write_text(shared)
+    assert machine.l3_bytes([0, 1, 2], tmp_path) == 48 << 20
+    assert machine.l3_bytes([7], tmp_path) is None
+    assert machine.huge_pages(tmp_path, probe=False).mode is None

@@ -1,0 +1,199 @@
+// Python's view of the engine, and the only place where arguments are checked: behind it everything is
+// plain pointers. Addresses come as integers, so neither torch nor numpy is needed or linked.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
+
+#include <sched.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "cpu.h"
+#include "dispatch.h"
+#include "moe/experts.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace {
+
+constexpr int kAbi = 1;  // raised when a signature below changes; the Python side compares it
+constexpr const char* kFormatNames[] = {"bf16", "mxfp4", "nvfp4"};
+
+[[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
+
+template <class Value> Value one_of(const std::string& what, const std::string& name, std::initializer_list<std::pair<const char*, Value>> all) {
+  std::string names;
+  for (const auto& [key, value] : all) {
+    if (name == key) return value;
+    names += (names.empty() ? "" : ", ") + std::string(key);
+  }
+  refuse("unknown " + what + " " + name + "; known are " + names);
+}
+
+lk::Format format_of(const std::string& name) {
+  for (int i = 0; i < lk::kFormats; ++i)
+    if (name == kFormatNames[i]) return lk::Format(i);
+  refuse("unknown format " + name + "; known are bf16, mxfp4, nvfp4");
+}
+lk::Part part_of(const std::string& name) {
+  return one_of<lk::Part>("part", name, {{"gate", lk::Part::gate}, {"up", lk::Part::up}, {"down", lk::Part::down}});
+}
+lk::Type type_of(const std::string& name) {
+  return one_of<lk::Type>("dtype", name, {{"bf16", lk::Type::bf16}, {"f32", lk::Type::f32}});
+}
+template <class T> T* address(uintptr_t value, const char* what) {
+  if (value == 0) refuse(std::string(what) + " is a null address");
+  return reinterpret_cast<T*>(value);
+}
+
+void check_shape(int64_t experts, int64_t hidden, int64_t width) {
+  constexpr int64_t kMost = 1 << 20;
+  if (experts < 1 || hidden < 1 || width < 1 || experts > kMost || hidden > kMost || width > kMost)
+    refuse("experts, hidden and width must be in 1.." + std::to_string(kMost));
+}
+
+std::shared_ptr<lk::Engine> make_engine(std::vector<int> cpus, const std::string& isa, const std::string& bind, int spin_us, bool huge) {
+  if (cpus.empty()) refuse("cpus is empty: an engine needs at least one");
+  if (spin_us < 0) refuse("spin_us is negative");
+  for (int cpu : cpus)
+    if (cpu < 0 || cpu >= CPU_SETSIZE) refuse("cpu " + std::to_string(cpu) + " is out of range");
+  if (bind != "core" && bind != "node") refuse("unknown bind " + bind + "; known are core, node");
+  return std::make_shared<lk::Engine>(std::move(cpus), isa, bind == "core", spin_us, huge);
+}
+
+struct PyExperts {
+  lk::Experts experts;
+  bool has_bias;
+
+  void check(int expert) const {
+    if (expert < 0 || expert >= experts.shape().experts)
+      refuse("expert " + std::to_string(expert) + " is outside 0.." + std::to_string(experts.shape().experts - 1));
+  }
+  int64_t pack(int expert, const std::string& part, uintptr_t rows, int64_t row_bytes, bool scales) {
+    check(expert);
+    const lk::Part which = part_of(part);
+    const auto* from = address<const uint8_t>(rows, "the weight");
+    if (scales && experts.format() == lk::Format::bf16) refuse("bf16 has no scales");
+    nb::gil_scoped_release release;
+    return scales ? experts.pack_scales(expert, which, from, row_bytes) : experts.pack_codes(expert, which, from, row_bytes);
+  }
+  void global_scale(int expert, const std::string& part, float value) {
+    check(expert);
+    if (!std::isfinite(value)) refuse("the global scale of expert " + std::to_string(expert) + " is not finite");
+    experts.set_global_scale(expert, part_of(part), value);
+  }
+  void bias(int expert, const std::string& part, uintptr_t values) {
+    check(expert);
+    if (!has_bias) refuse("this layer was made without bias");
+    experts.set_bias(expert, part_of(part), address<const float>(values, "the bias"));
+  }
+  void forward(uintptr_t x, int64_t x_row_bytes, const std::string& x_dtype, int64_t tokens, uintptr_t ids, int64_t ids_row_bytes,
+               const std::string& ids_dtype, uintptr_t w, int64_t w_row_bytes, int top_k, uintptr_t out, int64_t out_row_bytes,
+               const std::string& out_dtype, float scale, bool weight_on_input) {
+    if (tokens < 0) refuse("tokens is negative");
+    if (top_k < 1) refuse("top_k must be at least 1");
+    const bool wide = one_of<bool>("id dtype", ids_dtype, {{"i32", false}, {"i64", true}});
+    const lk::Type x_type = type_of(x_dtype), out_type = type_of(out_dtype);
+    if (tokens == 0) return;
+    const lk::Forward call{address<const void>(x, "x"), x_row_bytes, x_type, tokens,
+                           {address<const void>(ids, "ids"), ids_row_bytes, wide, address<const void>(w, "w"), w_row_bytes, top_k},
+                           address<void>(out, "out"), out_row_bytes, out_type, scale, weight_on_input};
+    nb::gil_scoped_release release;
+    experts.forward(call);
+  }
+};
+
+lk::Activation activation_of(const std::string& name, float alpha, float limit, bool limit_after, float up_bias) {
+  lk::Activation a;
+  a.gate = one_of<lk::Gate>("activation", name, {{"silu", lk::Gate::silu}, {"gelu", lk::Gate::gelu},
+                                                 {"gelu_tanh", lk::Gate::gelu_tanh}, {"relu2", lk::Gate::relu2}});
+  if (!std::isfinite(alpha) || !std::isfinite(limit) || limit < 0 || !std::isfinite(up_bias))
+    refuse("alpha, limit and up_bias must be finite, limit not negative");
+  a.alpha = alpha;
+  a.limit = limit;
+  a.limit_after = limit_after;
+  a.up_bias = up_bias;
+  return a;
+}
+
+nb::list list_isas() {
+  nb::list all;
+  for (const auto& isa : lk::isas()) {
+    nb::dict row;
+    row["name"] = isa.kernels->name;
+    row["supported"] = isa.missing.empty();
+    row["missing"] = isa.missing;
+    row["lane"] = isa.kernels->lane;
+    all.append(row);
+  }
+  return all;
+}
+
+}  // namespace
+
+NB_MODULE(sgl_kernel_ext, m) {
+  nb::set_leak_warnings(false);  // an engine lives until the process ends
+  m.doc() = "CPU kernels and engine of sglang-lk: mixture-of-experts layers from packed host memory.";
+  m.attr("ABI") = kAbi;
+  m.def("isas", &list_isas, "Instruction sets of this build, ascending preference: name, supported, missing, lane.");
+  m.def("formats", [] { return std::vector<std::string>(std::begin(kFormatNames), std::end(kFormatNames)); });
+  m.def("cpu", [] {
+    nb::dict d;
+    d["brand"] = lk::cpu_brand();
+    d["features"] = lk::cpu_features();
+    return d;
+  }, "Processor name and the features that kernels ask for, as far as the system enables them.");
+  m.def("packed_bytes", [](const std::string& format, int hidden, int width) {
+    check_shape(1, hidden, width);
+    return lk::Experts::packed_bytes(format_of(format), hidden, width);
+  }, "format"_a, "hidden"_a, "width"_a, "Bytes of one packed expert, padding included.");
+
+  nb::class_<lk::Engine>(m, "Engine", "Worker threads, kernel table and scratch that the layers of one process share.")
+      .def(nb::new_(&make_engine), "cpus"_a, "isa"_a = "", "bind"_a = "core", "spin_us"_a = 200, "huge"_a = true)
+      .def_prop_ro("isa", [](lk::Engine& e) { return e.kernels().name; })
+      .def_prop_ro("threads", [](lk::Engine& e) { return e.pool().size(); })
+      .def_prop_ro("cpus", [](lk::Engine& e) { return e.pool().cpus(); })
+      .def("stats", [](lk::Engine& e) {
+        nb::dict d;
+        d["calls"] = e.stats.calls;
+        d["tokens"] = e.stats.tokens;
+        d["busy_us"] = double(e.stats.busy_ns) / 1e3;
+        return d;
+      })
+      .def("read_gb_per_s", &lk::Engine::read_gb_per_s, "megabytes"_a = 512.0, "seconds"_a = 0.2, nb::call_guard<nb::gil_scoped_release>(),
+           "GB/s of a plain reader with all threads over 2 MB pages.")
+      .def("dot_gflop_per_s", &lk::Engine::dot_gflop_per_s, "seconds"_a = 0.2, nb::call_guard<nb::gil_scoped_release>(),
+           "GFLOP/s of this instruction set's dot product on registers with all threads.");
+
+  nb::class_<PyExperts>(m, "Experts", "The routed experts of one layer, packed, and their forward pass.")
+      .def("__init__",
+           [](PyExperts* self, std::shared_ptr<lk::Engine> engine, const std::string& format, int experts, int hidden, int width,
+              const std::string& activation, float alpha, float limit, bool limit_after, float up_bias, bool bias) {
+             check_shape(experts, hidden, width);
+             const lk::Format f = format_of(format);
+             const lk::Activation a = activation_of(activation, alpha, limit, limit_after, up_bias);
+             new (self) PyExperts{lk::Experts(std::move(engine), f, {experts, hidden, width}, a, bias), bias};
+           },
+           "engine"_a, "format"_a, "experts"_a, "hidden"_a, "width"_a, "activation"_a = "silu", "alpha"_a = 1.0f, "limit"_a = 0.0f,
+           "limit_after"_a = false, "up_bias"_a = 0.0f, "bias"_a = false)
+      .def_prop_ro("bytes", [](PyExperts& e) { return e.experts.bytes(); })
+      .def_prop_ro("experts", [](PyExperts& e) { return e.experts.shape().experts; })
+      .def_prop_ro("hidden", [](PyExperts& e) { return e.experts.shape().hidden; })
+      .def_prop_ro("width", [](PyExperts& e) { return e.experts.shape().width; })
+      .def_prop_ro("format", [](PyExperts& e) { return kFormatNames[int(e.experts.format())]; })
+      .def("pack_codes", [](PyExperts& e, int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes) {
+        return e.pack(expert, part, ptr, row_bytes, false);
+      }, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a, "Packs one matrix from checkpoint rows; returns how many values are not finite.")
+      .def("pack_scales", [](PyExperts& e, int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes) {
+        return e.pack(expert, part, ptr, row_bytes, true);
+      }, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a, "Packs one matrix's group scales; returns how many are refused (NaN, negative).")
+      .def("set_global_scale", &PyExperts::global_scale, "expert"_a, "part"_a, "value"_a)
+      .def("set_bias", &PyExperts::bias, "expert"_a, "part"_a, "ptr"_a)
+      .def("forward", &PyExperts::forward, "x_ptr"_a, "x_row_bytes"_a, "x_dtype"_a, "tokens"_a, "ids_ptr"_a, "ids_row_bytes"_a,
+           "ids_dtype"_a, "w_ptr"_a, "w_row_bytes"_a, "top_k"_a, "out_ptr"_a, "out_row_bytes"_a, "out_dtype"_a, "scale"_a = 1.0f,
+           "weight_on_input"_a = false,
+           "out[t] = scale * sum over k of w[t, k] * expert[ids[t, k]](x[t]). Ids outside the experts add nothing.");
+}

@@ -1,0 +1,39 @@
+// What a new instruction set implements. One file here, one lk_isa() row in CMakeLists.txt.
+//
+// Only these files use intrinsics. They include nothing from the standard library: a template
+// instantiated here would become a weak symbol compiled for this instruction set, and the linker could
+// pick it for everyone. Everything sits in the unnamed namespace that kernels.cpp opens.
+//
+// Lane instruction sets agree bit for bit. The common order of dot2 is the bf16 dot instruction's:
+// high half first, then low half, each a fused multiply-add, subnormals flushed (the engine sets the
+// flush bits for its threads; vdpbf16ps always flushes).
+
+template <class I>
+concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::Pair a, typename I::Table t,
+                           typename I::Pairs* out, const uint8_t* bytes, const float* in, float* to,
+                           const uint16_t* codes, uint16_t* bf16) {
+  { I::kTiles + I::kGemmRows + I::kGemmPanels };  // register budget, see shape/
+  { I::zero() };                       // F32: 16 floats
+  { I::set1(1.0f) };
+  { I::load(in) };
+  { I::store(to, f) };
+  { I::add(f, f) };
+  { I::mul(f, f) };
+  { I::div(f, f) };
+  { I::min(f, f) };
+  { I::max(f, f) };
+  { I::fma(f, f, f) };                 // f * f + f, rounded once
+  { I::round(f) };                     // to nearest even integer
+  { I::pow2(f) };                      // 2^f for integral f in [-126, 127]
+  { I::load_pairs(bytes) };            // Pairs: one row of a panel
+  { I::store_pairs(out, p) };
+  { I::broadcast(codes) };             // Pair: (k, k+1) of one activation row, for dot2
+  { I::dot2(f, a, p) };                // f + a.high * p.high + a.low * p.low
+  { I::table(codes) };                 // 16 bf16 values, looked up by
+  { I::nibbles(bytes, t, out) };       // a 64-byte block of 4-bit codes -> 4 rows
+  { I::e8m0(bytes) };                  // 16 scales of 16 columns -> F32
+  { I::e4m3(bytes) };
+  { I::scale_pairs(p, f) };            // both halves of lane i times f[i], exact in bf16 or rounded to zero
+  { I::store_bf16(bf16, f) };          // round to nearest even
+  { I::prefetch(bytes) };
+};

@@ -1,0 +1,88 @@
+// Scalar: any processor. Slow and obvious; the reference that the vector tables are compared with.
+// Not inlined: sixteen lanes unrolled into every shape would take a minute to compile.
+#define LK_CALL [[gnu::noinline]]
+
+struct Scalar {
+  static constexpr int kTiles = 1, kGemmRows = 2, kGemmPanels = 2;
+
+  struct F32 { float v[16]; };
+  struct Pairs { uint32_t v[16]; };
+  struct Pair { float high, low; };
+  struct Table { uint16_t v[16]; };
+
+  static float from_bits(uint32_t u) { return __builtin_bit_cast(float, u); }
+  static uint32_t bits(float f) { return __builtin_bit_cast(uint32_t, f); }
+  template <class Op> static F32 each(Op op) {
+    F32 r;
+    for (int i = 0; i < 16; ++i) r.v[i] = op(i);
+    return r;
+  }
+
+  static F32 zero() { return set1(0.0f); }
+  static F32 set1(float x) { return each([=](int) { return x; }); }
+  static F32 load(const float* p) { return each([=](int i) { return p[i]; }); }
+  static void store(float* p, F32 a) { for (int i = 0; i < 16; ++i) p[i] = a.v[i]; }
+  static F32 add(F32 a, F32 b) { return each([&](int i) { return a.v[i] + b.v[i]; }); }
+  static F32 mul(F32 a, F32 b) { return each([&](int i) { return a.v[i] * b.v[i]; }); }
+  LK_CALL static F32 div(F32 a, F32 b) { return each([&](int i) { return a.v[i] / b.v[i]; }); }
+  // Operand order as the vector instructions: the second operand where either is NaN.
+  LK_CALL static F32 min(F32 a, F32 b) { return each([&](int i) { return a.v[i] < b.v[i] ? a.v[i] : b.v[i]; }); }
+  LK_CALL static F32 max(F32 a, F32 b) { return each([&](int i) { return a.v[i] > b.v[i] ? a.v[i] : b.v[i]; }); }
+  LK_CALL static F32 fma(F32 a, F32 b, F32 c) {
+    return each([&](int i) { return __builtin_fmaf(a.v[i], b.v[i], c.v[i]); });
+  }
+  static F32 round(F32 a) { return each([&](int i) { return __builtin_rintf(a.v[i]); }); }
+  static F32 pow2(F32 a) { return each([&](int i) { return from_bits(uint32_t(int(a.v[i]) + 127) << 23); }); }
+
+  static Pairs load_pairs(const void* p) {
+    Pairs r;
+    __builtin_memcpy(r.v, p, 64);
+    return r;
+  }
+  static void store_pairs(void* p, Pairs a) { __builtin_memcpy(p, a.v, 64); }
+  static Pair broadcast(const uint16_t* a) { return {from_bits(uint32_t(a[1]) << 16), from_bits(uint32_t(a[0]) << 16)}; }
+  LK_CALL static F32 dot2(F32 acc, Pair a, const Pairs& w) {
+    return each([&](int i) {
+      // High half first: the order of the bf16 dot instruction.
+      float high = __builtin_fmaf(a.high, from_bits(w.v[i] & 0xffff0000u), acc.v[i]);
+      return __builtin_fmaf(a.low, from_bits(w.v[i] << 16), high);
+    });
+  }
+
+  static Table table(const uint16_t* codes) {
+    Table t;
+    __builtin_memcpy(t.v, codes, 32);
+    return t;
+  }
+  LK_CALL static void nibbles(const uint8_t* block, const Table& t, Pairs* out) {
+    uint16_t words[32];
+    __builtin_memcpy(words, block, 64);
+    for (int j = 0; j < 4; ++j)
+      for (int c = 0; c < 16; ++c)
+        out[j].v[c] = t.v[(words[2 * c] >> (4 * j)) & 15] | uint32_t(t.v[(words[2 * c + 1] >> (4 * j)) & 15]) << 16;
+  }
+  static F32 e8m0(const uint8_t* p) { return each([=](int i) { return from_bits(uint32_t(p[i]) << 23); }); }
+  LK_CALL static F32 e4m3(const uint8_t* p) {
+    return each([=](int i) {
+      const int e = p[i] >> 3 & 15, m = p[i] & 7;
+      return e ? from_bits(uint32_t(e + 120) << 23 | uint32_t(m) << 20) : float(m) * 0x1p-9f;
+    });
+  }
+  LK_CALL static Pairs scale_pairs(const Pairs& w, F32 s) {
+    Pairs r;
+    for (int i = 0; i < 16; ++i)
+      r.v[i] = (bits(from_bits(w.v[i] & 0xffff0000u) * s.v[i]) & 0xffff0000u) | bits(from_bits(w.v[i] << 16) * s.v[i]) >> 16;
+    return r;
+  }
+  LK_CALL static void store_bf16(uint16_t* p, F32 a) {
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t u = bits(a.v[i]);
+      // Subnormals become zero, as in the bf16 conversion instruction; NaN stays NaN.
+      if ((u & 0x7f800000u) == 0) p[i] = uint16_t(u >> 16 & 0x8000u);
+      else if ((u & 0x7fffffffu) > 0x7f800000u) p[i] = uint16_t(u >> 16 | 0x40u);
+      else p[i] = uint16_t((u + 0x7fffu + (u >> 16 & 1u)) >> 16);
+    }
+  }
+  static void prefetch(const void* p) { __builtin_prefetch(p); }
+};
+static_assert(LaneIsa<Scalar>);

@@ -1,0 +1,91 @@
+// Instantiates every format and shape for one instruction set. Compiled once per row of lk_isa() in
+// CMakeLists.txt, with LK_ISA_FILE, LK_ISA_TYPE and LK_ISA_NAME set; exports one symbol, lk_kernels_<name>.
+#include "kernels.h"
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+#include <initializer_list>
+
+namespace {
+
+#include "isa/isa.h"
+#include LK_ISA_FILE
+#include "format/format.h"
+#include "format/bf16.h"
+#include "format/mxfp4.h"
+#include "format/nvfp4.h"
+
+// Where the shapes change over and how far ahead weights are fetched: measured, see
+// docs/explanation/performance.md.
+constexpr int kGemvRows = 8;
+constexpr int kAhead = 1024;
+
+#include "shape/epilogue.h"
+#include "shape/gemv.h"
+#include "shape/gemm.h"
+
+using I = LK_ISA_TYPE;
+
+template <class F, class Epilogue> void product(const lk::Product& a, const Epilogue& done) {
+  if (a.row_count <= kGemvRows) gemv<F, I>(a, done);
+  else gemm<F, I>(a, done);
+}
+template <class F> void gate_up(const lk::GateUp& args) { product<F>(args.product, GateUpEpilogue<I>{args}); }
+template <class F> void down(const lk::Down& args) { product<F>(args.product, DownEpilogue<I>{args}); }
+template <class F> constexpr lk::FormatKernels kernels_of() { return {layout_of<F>(), gate_up<F>, down<F>}; }
+
+void to_bf16(const float* in, uint16_t* out, int n, float scale) {
+  for (int i = 0; i < n; i += 16) I::store_bf16(out + i, I::mul(I::load(in + i), I::set1(scale)));
+}
+
+// Reads every line once, into sums that are used: what the memory gives to loads of this width.
+double read(const void* data, size_t bytes) {
+  const uint8_t* p = static_cast<const uint8_t*>(data);
+  typename I::F32 sum[8];
+  for (auto& s : sum) s = I::zero();
+  for (size_t i = 0; i + 512 <= bytes; i += 512)
+#pragma GCC unroll 8
+    for (int j = 0; j < 8; ++j) {
+      I::prefetch(p + i + j * 64 + 2048);
+      sum[j] = I::max(sum[j], I::load(reinterpret_cast<const float*>(p + i + j * 64)));
+    }
+  float out[16];
+  double total = 0;
+  for (auto& s : sum) {
+    I::store(out, s);
+    for (float v : out) total += v;
+  }
+  return total;
+}
+
+// Independent dot2 chains on registers: the multiplier's peak.
+double peak(int64_t rounds, float* sink) {
+  constexpr int kChains = I::kGemmRows * I::kGemmPanels;
+  alignas(64) uint16_t ones[32];
+  for (auto& x : ones) x = 0x3f80;
+  const auto w = I::load_pairs(reinterpret_cast<const uint8_t*>(ones));
+  const auto a = I::broadcast(ones);
+  typename I::F32 acc[kChains];
+  for (auto& s : acc) s = I::zero();
+  for (int64_t i = 0; i < rounds; ++i)
+#pragma GCC unroll 32
+    for (int c = 0; c < kChains; ++c) acc[c] = I::dot2(acc[c], a, w);
+  float out[16];
+  for (auto& s : acc) {
+    I::store(out, s);
+    for (float v : out) *sink += v;
+  }
+  return double(rounds) * kChains * 16 * 4;
+}
+
+}  // namespace
+
+#define LK_JOIN2(a, b) a##b
+#define LK_JOIN(a, b) LK_JOIN2(a, b)
+#define LK_TEXT2(a) #a
+#define LK_TEXT(a) LK_TEXT2(a)
+
+extern const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME);
+const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME) = {
+    LK_TEXT(LK_ISA_NAME), true, {kernels_of<Bf16>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>()}, to_bf16, read, peak};

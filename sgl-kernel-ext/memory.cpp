@@ -1,0 +1,40 @@
+#include "memory.h"
+
+#include <sys/mman.h>
+
+#include <new>
+#include <utility>
+
+namespace lk {
+
+constexpr size_t kHuge = size_t(2) << 20;
+
+Buffer::Buffer(size_t bytes, bool huge) {
+  if (bytes == 0) return;
+  size_ = (bytes + kHuge - 1) / kHuge * kHuge;
+  void* map = mmap(nullptr, size_ + kHuge, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (map == MAP_FAILED) {
+    size_ = 0;
+    throw std::bad_alloc();
+  }
+  const uintptr_t begin = reinterpret_cast<uintptr_t>(map), aligned = (begin + kHuge - 1) / kHuge * kHuge;
+  if (aligned > begin) munmap(map, aligned - begin);
+  if (begin + kHuge > aligned) munmap(reinterpret_cast<void*>(aligned + size_), begin + kHuge - aligned);
+  data_ = reinterpret_cast<uint8_t*>(aligned);
+  madvise(data_, size_, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);  // a hint: doctor reports what the system does with it
+}
+
+Buffer::~Buffer() {
+  if (data_) munmap(data_, size_);
+}
+
+Buffer::Buffer(Buffer&& other) noexcept
+    : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}
+
+Buffer& Buffer::operator=(Buffer&& other) noexcept {
+  std::swap(data_, other.data_);
+  std::swap(size_, other.size_);
+  return *this;
+}
+
+}  // namespace lk

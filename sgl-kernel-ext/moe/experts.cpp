@@ -1,0 +1,259 @@
+#include "moe/experts.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+
+#include "cpu.h"
+#include "dispatch.h"
+
+namespace lk {
+namespace {
+
+constexpr int kMaxTokens = 4096;  // per pass: bounds the workspace, longer batches take several
+
+int round_up(int n, int to) { return (n + to - 1) / to * to; }
+
+// Rows an odd number of cache lines apart never fall into the same few sets of L1.
+int row_stride(int elements, int element_bytes) {
+  const int lines = (elements * element_bytes + 63) / 64;
+  return (lines | 1) * 64 / element_bytes;
+}
+
+int64_t now_ns() {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+template <class T> T* at(void* base, ptrdiff_t bytes) { return reinterpret_cast<T*>(static_cast<char*>(base) + bytes); }
+template <class T> const T* at(const void* base, ptrdiff_t bytes) {
+  return reinterpret_cast<const T*>(static_cast<const char*>(base) + bytes);
+}
+
+}  // namespace
+
+Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge)
+    : kernels_(select_isa(isa)), huge_(huge), pool_(std::move(cpus), bind_each, spin_us),
+      scratch_(size_t(pool_.size()) * kScratchBytes, huge) {}
+
+double Engine::read_gb_per_s(double megabytes, double seconds) {
+  std::lock_guard lock(mutex_);
+  const size_t share = std::max<size_t>(size_t(megabytes * 1e6) / size_t(pool_.size()) / 512 * 512, 512);
+  const size_t bytes = share * size_t(pool_.size());
+  if (probe_.size() < bytes) {
+    probe_ = Buffer(bytes, true);
+    pool_.run([&](int w) { memset(probe_.data() + size_t(w) * share, 1, share); });
+  }
+  std::vector<double> sums(size_t(pool_.size()));
+  auto round = [&](int w) { sums[size_t(w)] = kernels_.read(probe_.data() + size_t(w) * share, share); };
+  pool_.run(round);
+  const int64_t start = now_ns();
+  int64_t rounds = 0, elapsed = 0;
+  do {
+    pool_.run(round);
+    ++rounds;
+    elapsed = now_ns() - start;
+  } while (double(elapsed) < seconds * 1e9);
+  return double(rounds) * double(bytes) / double(elapsed);
+}
+
+double Engine::dot_gflop_per_s(double seconds) {
+  std::lock_guard lock(mutex_);
+  std::vector<double> flop(size_t(pool_.size()));
+  std::vector<float> sink(size_t(pool_.size()) * 16);
+  auto round = [&](int w) { flop[size_t(w)] += kernels_.peak(20000, &sink[size_t(w) * 16]); };
+  pool_.run(round);
+  std::fill(flop.begin(), flop.end(), 0.0);
+  const int64_t start = now_ns();
+  int64_t elapsed = 0;
+  do {
+    pool_.run(round);
+    elapsed = now_ns() - start;
+  } while (double(elapsed) < seconds * 1e9);
+  double total = 0;
+  for (double f : flop) total += f;
+  return total / double(elapsed);
+}
+
+Experts::Experts(std::shared_ptr<Engine> engine, Format format, Shape shape, Activation activation, bool bias)
+    : engine_(std::move(engine)), format_(format), shape_(shape), activation_(activation),
+      kernels_(engine_->kernels().format[int(format)]),
+      up_panel_(panel_bytes(kernels_.layout, shape.hidden)), down_panel_(panel_bytes(kernels_.layout, shape.width)),
+      expert_bytes_(packed_bytes(format, shape.hidden, shape.width)),
+      x_stride_(row_stride(padded_depth(kernels_.layout, shape.hidden), 2)),
+      act_stride_(row_stride(std::max(padded_depth(kernels_.layout, shape.width), round_up(shape.width, kColumns)), 2)),
+      out_stride_(row_stride(round_up(shape.hidden, kColumns), 4)),
+      weights_(size_t(shape.experts) * expert_bytes_, engine_->huge()), global_(size_t(shape.experts) * 3, 1.0f) {
+  if (bias)
+    bias_.assign(size_t(shape.experts) * size_t(2 * round_up(shape.width, kColumns) + round_up(shape.hidden, kColumns)), 0.0f);
+}
+
+size_t Experts::packed_bytes(Format format, int hidden, int width) {
+  const PanelLayout& layout = isas().front().kernels->format[int(format)].layout;
+  return size_t(2 * panel_count(width)) * panel_bytes(layout, hidden) + size_t(panel_count(hidden)) * panel_bytes(layout, width);
+}
+
+Matrix Experts::matrix(int expert, Part part) const {
+  uint8_t* base = weights_.data() + size_t(expert) * expert_bytes_;
+  if (part == Part::down)
+    return {base + size_t(2 * panel_count(shape_.width)) * up_panel_, down_panel_, shape_.hidden, shape_.width};
+  return {base + (part == Part::up ? up_panel_ : 0), 2 * up_panel_, shape_.width, shape_.hidden};
+}
+
+template <class Pack> int64_t Experts::each_panel(int expert, Part part, const Pack& pack) {
+  const Matrix m = matrix(expert, part);
+  const int panels = panel_count(m.columns), workers = engine_->pool().size();
+  std::vector<int64_t> bad(size_t(workers), 0);
+  std::lock_guard lock(engine_->mutex());
+  engine_->pool().run([&](int w) {
+    for (int p = panels * w / workers; p < panels * (w + 1) / workers; ++p) bad[size_t(w)] += pack(m, p);
+  });
+  int64_t total = 0;
+  for (int64_t b : bad) total += b;
+  return total;
+}
+
+int64_t Experts::pack_codes(int expert, Part part, const void* rows, ptrdiff_t row_bytes) {
+  return each_panel(expert, part, [&](const Matrix& m, int p) {
+    return lk::pack_codes(format_, kernels_.layout, m, p, static_cast<const uint8_t*>(rows), row_bytes);
+  });
+}
+
+int64_t Experts::pack_scales(int expert, Part part, const void* rows, ptrdiff_t row_bytes) {
+  return each_panel(expert, part, [&](const Matrix& m, int p) {
+    return lk::pack_scales(format_, kernels_.layout, m, p, static_cast<const uint8_t*>(rows), row_bytes);
+  });
+}
+
+void Experts::set_global_scale(int expert, Part part, float value) { global_[size_t(expert) * 3 + size_t(part)] = value; }
+
+float* Experts::bias(int expert, Part part) {
+  if (bias_.empty()) return nullptr;
+  const size_t width = size_t(round_up(shape_.width, kColumns)), hidden = size_t(round_up(shape_.hidden, kColumns));
+  return bias_.data() + size_t(expert) * (2 * width + hidden) + size_t(part) * width;
+}
+
+void Experts::set_bias(int expert, Part part, const float* values) {
+  memcpy(bias(expert, part), values, size_t(part == Part::down ? shape_.hidden : shape_.width) * sizeof(float));
+}
+
+// Rows begin..end of the pass into the workspace as bf16, zero beyond the true width.
+void Experts::load_rows(const Forward& call, int64_t first, int begin, int end) {
+  const int padded = padded_depth(kernels_.layout, shape_.hidden);
+  for (int t = begin; t < end; ++t) {
+    uint16_t* to = at<uint16_t>(engine_->work.x.data(), ptrdiff_t(t) * x_stride_ * 2);
+    const void* from = at<char>(call.x, (first + t) * call.x_stride);
+    if (call.x_type == Type::bf16) {
+      memcpy(to, from, size_t(shape_.hidden) * 2);
+    } else {
+      for (int k = 0; k < shape_.hidden; k += kColumns) {
+        float chunk[kColumns] = {};
+        memcpy(chunk, at<float>(from, ptrdiff_t(k) * 4), size_t(std::min(kColumns, shape_.hidden - k)) * 4);
+        engine_->kernels().to_bf16(chunk, to + k, kColumns, 1.0f);
+      }
+    }
+    memset(to + shape_.hidden, 0, size_t(padded - shape_.hidden) * 2);
+  }
+}
+
+void Experts::gate_up(const Forward& call, int worker) {
+  auto& work = engine_->work;
+  const int tiles = panel_count(shape_.width);
+  work.schedule.share(worker, engine_->pool().size(), tiles, [&](const Schedule::Group& g, int tile, int count) {
+    GateUp args;
+    args.product = {matrix(g.expert, Part::gate).panels, up_panel_, tile, count, padded_depth(kernels_.layout, shape_.hidden),
+                    work.x_rows.data() + g.begin, g.end - g.begin, engine_->scratch(worker)};
+    args.gate_scale = global_[size_t(g.expert) * 3];
+    args.up_scale = global_[size_t(g.expert) * 3 + 1];
+    args.gate_bias = bias(g.expert, Part::gate);
+    args.up_bias = bias(g.expert, Part::up);
+    args.input_weight = call.weight_on_input ? work.schedule.weight().data() + g.begin : nullptr;
+    args.activation = activation_;
+    args.out = work.act_out.data() + g.begin;
+    kernels_.gate_up(args);
+  });
+}
+
+// Every worker owns some panels of the output and adds the experts in ascending order, so a token's sum
+// depends neither on the number of threads nor on the other tokens.
+void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
+  auto& work = engine_->work;
+  const int panels = panel_count(shape_.hidden), workers = engine_->pool().size();
+  const int begin = panels * worker / workers, end = panels * (worker + 1) / workers;
+  if (begin == end) return;
+  for (int t = 0; t < tokens; ++t)
+    memset(work.out.data() + (size_t(t) * size_t(out_stride_) + size_t(begin) * kColumns) * 4, 0, size_t(end - begin) * kColumns * 4);
+  for (const Schedule::Group& g : work.schedule.groups()) {
+    Down args;
+    args.product = {matrix(g.expert, Part::down).panels, down_panel_, begin, end - begin, padded_depth(kernels_.layout, shape_.width),
+                    work.act_rows.data() + g.begin, g.end - g.begin, engine_->scratch(worker)};
+    args.scale = global_[size_t(g.expert) * 3 + 2];
+    args.bias = bias(g.expert, Part::down);
+    args.weight = call.weight_on_input ? nullptr : work.schedule.weight().data() + g.begin;
+    args.out = work.out_rows.data() + g.begin;
+    kernels_.down(args);
+  }
+  const int columns = std::min(end * kColumns, shape_.hidden);
+  for (int t = 0; t < tokens; ++t) {
+    const float* from = at<float>(work.out.data(), ptrdiff_t(t) * out_stride_ * 4);
+    void* to = at<char>(call.out, (first + t) * call.out_stride);
+    for (int c = begin * kColumns; c < columns; c += kColumns) {
+      const size_t n = size_t(std::min(kColumns, columns - c));
+      if (call.out_type == Type::bf16) {
+        uint16_t chunk[kColumns];
+        engine_->kernels().to_bf16(from + c, chunk, kColumns, call.scale);
+        memcpy(at<char>(to, ptrdiff_t(c) * 2), chunk, n * 2);
+      } else {
+        float chunk[kColumns];
+        for (size_t i = 0; i < n; ++i) chunk[i] = from[size_t(c) + i] * call.scale;
+        memcpy(at<char>(to, ptrdiff_t(c) * 4), chunk, n * 4);
+      }
+    }
+  }
+}
+
+void Experts::pass(const Forward& call, int64_t first, int tokens) {
+  auto& work = engine_->work;
+  const bool huge = engine_->huge();
+  work.schedule.build(call.routing, first, tokens, shape_.experts);
+  const auto& token = work.schedule.token();
+  const size_t slots = token.size();
+  work.x.reserve(size_t(tokens) * size_t(x_stride_) * 2, huge);
+  work.out.reserve(size_t(tokens) * size_t(out_stride_) * 4, huge);
+  work.act.reserve(slots * size_t(act_stride_) * 2, huge);
+  work.x_rows.resize(slots);
+  work.act_rows.resize(slots);
+  work.act_out.resize(slots);
+  work.out_rows.resize(slots);
+  const int padded = padded_depth(kernels_.layout, shape_.width), written = round_up(shape_.width, kColumns);
+  for (size_t i = 0; i < slots; ++i) {
+    uint16_t* act = at<uint16_t>(work.act.data(), ptrdiff_t(i) * act_stride_ * 2);
+    work.x_rows[i] = at<uint16_t>(work.x.data(), ptrdiff_t(token[i]) * x_stride_ * 2);
+    work.act_rows[i] = work.act_out[i] = act;
+    work.out_rows[i] = at<float>(work.out.data(), ptrdiff_t(token[i]) * out_stride_ * 4);
+    if (padded > written) memset(act + written, 0, size_t(padded - written) * 2);
+  }
+  Pool& pool = engine_->pool();
+  const bool together = tokens >= 4 * pool.size();  // few rows: the caller alone is faster than a barrier
+  if (!together) load_rows(call, first, 0, tokens);
+  pool.run([&](int w) {
+    if (together) {
+      load_rows(call, first, tokens * w / pool.size(), tokens * (w + 1) / pool.size());
+      pool.barrier();
+    }
+    gate_up(call, w);
+    pool.barrier();
+    down(call, first, tokens, w);
+  });
+}
+
+void Experts::forward(const Forward& call) {
+  std::lock_guard lock(engine_->mutex());
+  const int64_t start = now_ns();
+  for (int64_t first = 0; first < call.tokens; first += kMaxTokens)
+    pass(call, first, int(std::min<int64_t>(kMaxTokens, call.tokens - first)));
+  ++engine_->stats.calls;
+  engine_->stats.tokens += call.tokens;
+  engine_->stats.busy_ns += now_ns() - start;
+}
+
+}  // namespace lk

@@ -1,0 +1,105 @@
+// The engine (threads, kernel table, scratch) and one layer's experts: packing and the forward pass.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "memory.h"
+#include "moe/pool.h"
+#include "moe/schedule.h"
+#include "pack.h"
+
+namespace lk {
+
+enum class Type { bf16, f32 };
+enum class Part { gate, up, down };
+
+// Everything the layers of one process share. One forward pass or packing step at a time.
+class Engine {
+ public:
+  Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge);
+
+  const Kernels& kernels() const { return kernels_; }
+  Pool& pool() { return pool_; }
+  bool huge() const { return huge_; }
+  void* scratch(int worker) { return scratch_.data() + size_t(worker) * kScratchBytes; }
+  std::mutex& mutex() { return mutex_; }
+
+  double read_gb_per_s(double megabytes, double seconds);  // a plain reader with all threads
+  double dot_gflop_per_s(double seconds);                  // dot2 on registers with all threads
+
+  // Grown to the largest call, never shrunk: no allocation once warm.
+  struct Workspace {
+    Schedule schedule;
+    Buffer x, act, out;
+    std::vector<const uint16_t*> x_rows, act_rows;
+    std::vector<uint16_t*> act_out;
+    std::vector<float*> out_rows;
+  } work;
+
+  struct Stats { int64_t calls = 0, tokens = 0, busy_ns = 0; } stats;
+
+ private:
+  const Kernels& kernels_;
+  bool huge_;
+  Pool pool_;
+  Buffer scratch_, probe_;
+  std::mutex mutex_;
+};
+
+struct Shape { int experts, hidden, width; };
+
+struct Forward {
+  const void* x;
+  ptrdiff_t x_stride;  // bytes
+  Type x_type;
+  int64_t tokens;
+  Routing routing;
+  void* out;           // tokens x hidden
+  ptrdiff_t out_stride;
+  Type out_type;
+  float scale;         // routed scaling factor, applied once to the sum
+  bool weight_on_input;
+};
+
+class Experts {
+ public:
+  Experts(std::shared_ptr<Engine> engine, Format format, Shape shape, Activation activation, bool bias);
+
+  static size_t packed_bytes(Format format, int hidden, int width);  // one expert
+  size_t bytes() const { return size_t(shape_.experts) * expert_bytes_; }
+  Shape shape() const { return shape_; }
+  Format format() const { return format_; }
+
+  int64_t pack_codes(int expert, Part part, const void* rows, ptrdiff_t row_bytes);
+  int64_t pack_scales(int expert, Part part, const void* rows, ptrdiff_t row_bytes);
+  void set_global_scale(int expert, Part part, float value);
+  void set_bias(int expert, Part part, const float* values);
+
+  void forward(const Forward& call);
+
+ private:
+  Matrix matrix(int expert, Part part) const;
+  template <class Pack> int64_t each_panel(int expert, Part part, const Pack& pack);
+  void pass(const Forward& call, int64_t first, int tokens);
+  void load_rows(const Forward& call, int64_t first, int begin, int end);
+  void gate_up(const Forward& call, int worker);
+  void down(const Forward& call, int64_t first, int tokens, int worker);
+  float* bias(int expert, Part part);
+
+  std::shared_ptr<Engine> engine_;
+  Format format_;
+  Shape shape_;
+  Activation activation_;
+  const FormatKernels& kernels_;
+  size_t up_panel_, down_panel_, expert_bytes_;  // panel bytes of gate/up and down
+  int x_stride_, act_stride_, out_stride_;       // elements between rows of the workspace
+  Buffer weights_;
+  std::vector<float> global_;  // experts x 3
+  std::vector<float> bias_;    // experts x (2 padded widths + padded hidden), or empty
+};
+
+}  // namespace lk

@@ -1,0 +1,108 @@
+#include "moe/pool.h"
+
+#include <linux/futex.h>
+#include <pthread.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <chrono>
+#include <climits>
+#include <stdexcept>
+
+#include "cpu.h"
+
+namespace lk {
+namespace {
+
+void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
+void futex(std::atomic<uint32_t>& word, int op, uint32_t value) {
+  syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
+}
+
+}  // namespace
+
+void Signal::advance() {
+  value_.fetch_add(1, std::memory_order_seq_cst);
+  if (sleepers_.load(std::memory_order_seq_cst)) futex(value_, FUTEX_WAKE, INT_MAX);
+}
+
+void Signal::wait_past(uint32_t old, int spin_us) {
+  if (value() != old) return;
+  const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us);
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (value() != old) return;
+      relax();
+    }
+  } while (std::chrono::steady_clock::now() < until);
+  sleepers_.fetch_add(1, std::memory_order_seq_cst);
+  while (value() == old) futex(value_, FUTEX_WAIT, old);
+  sleepers_.fetch_sub(1, std::memory_order_seq_cst);
+}
+
+Pool::Pool(std::vector<int> cpus, bool bind_each, int spin_us)
+    : cpus_(std::move(cpus)), bind_each_(bind_each), spin_us_(spin_us), owner_(getpid()) {
+  for (int i = 1; i < size(); ++i) threads_.emplace_back([this, i] { work(i); });
+}
+
+Pool::~Pool() {
+  if (getpid() != owner_) {  // a forked child has the objects but not the threads
+    for (auto& t : threads_) t.detach();
+    return;
+  }
+  stop_ = true;
+  begin_.advance();
+  for (auto& t : threads_) t.join();
+}
+
+void Pool::work(int worker) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  if (bind_each_) CPU_SET(cpus_[size_t(worker)], &set);
+  else for (int cpu : cpus_) CPU_SET(cpu, &set);
+  // A refusal leaves the inherited mask, which is where the cpus came from.
+  pthread_setaffinity_np(pthread_self(), sizeof set, &set);
+  pthread_setname_np(pthread_self(), "lk-worker");
+  FlushSubnormals flush;
+  for (uint32_t seen = 0;; ++seen) {
+    begin_.wait_past(seen, spin_us_);
+    if (stop_) return;
+    entry_(context_, worker);
+    if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) end_.advance();
+  }
+}
+
+void Pool::start(Entry entry, const void* context) {
+  if (getpid() != owner_)
+    throw std::runtime_error("the CPU engine was started before this process was forked; start it in the process that uses it");
+  FlushSubnormals flush;
+  if (threads_.empty()) return entry(context, 0);
+  const uint32_t end = end_.value();
+  entry_ = entry;
+  context_ = context;
+  running_.store(size() - 1, std::memory_order_relaxed);
+  begin_.advance();
+  entry(context, 0);
+  end_.wait_past(end, spin_us_);
+}
+
+void Pool::barrier() {
+  if (threads_.empty()) return;
+  const uint32_t phase = phase_.value();
+  if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
+    arrived_.store(0, std::memory_order_relaxed);
+    phase_.advance();
+  } else {
+    phase_.wait_past(phase, spin_us_);
+  }
+}
+
+}  // namespace lk

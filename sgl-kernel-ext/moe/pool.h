@@ -1,0 +1,61 @@
+// Persistent pinned worker threads with a barrier. The caller is worker 0, so an engine of n threads
+// starts n - 1. Waiting spins for a short while, then sleeps in the kernel: idle costs nothing.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <thread>
+#include <vector>
+
+namespace lk {
+
+// A counter that threads can wait on: spin, then futex.
+class Signal {
+ public:
+  uint32_t value() const { return value_.load(std::memory_order_acquire); }
+  void advance();                            // value + 1, wakes every waiter
+  void wait_past(uint32_t old, int spin_us); // returns once the value differs from `old`
+
+ private:
+  std::atomic<uint32_t> value_{0};
+  std::atomic<uint32_t> sleepers_{0};
+};
+
+class Pool {
+ public:
+  // Worker i is bound to cpus[i] alone, or to all of `cpus` when `bind_each` is false; worker 0 is the caller and never bound.
+  Pool(std::vector<int> cpus, bool bind_each, int spin_us);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int size() const { return int(cpus_.size()); }
+  const std::vector<int>& cpus() const { return cpus_; }
+
+  // body(worker) on every worker; returns when all are done. One run at a time. Throws in a forked child.
+  template <class Body> void run(const Body& body) {
+    start([](const void* context, int worker) { (*static_cast<const Body*>(context))(worker); }, &body);
+  }
+  void barrier();  // inside a run: waits for all workers
+
+ private:
+  using Entry = void (*)(const void*, int);
+  void start(Entry entry, const void* context);
+  void work(int worker);
+
+  std::vector<int> cpus_;
+  bool bind_each_;
+  int spin_us_;
+  int owner_;  // process that has the threads
+  std::vector<std::thread> threads_;
+  Entry entry_ = nullptr;
+  const void* context_ = nullptr;
+  bool stop_ = false;
+  alignas(64) Signal begin_;
+  alignas(64) Signal end_;
+  alignas(64) Signal phase_;
+  alignas(64) std::atomic<int> running_{0};
+  alignas(64) std::atomic<int> arrived_{0};
+};
+
+}  // namespace lk

@@ -31,9 +31,10 @@ FORK = _installed(DISTRIBUTION)
 def _bare_packages() -> None:
     """``sglang`` and ``sglang.srt`` without their ``__init__``: source tree first, then installed upstream."""
     spec = importlib.util.find_spec("sglang")
+    upstream = spec.submodule_search_locations if spec else []
+    places = [ROOT / "python", *(Path(place).parent for place in upstream)]
     for name in ("sglang", "sglang.srt"):
         folder = Path(*name.split("."))
-        places = [ROOT / "python", *(Path(place).parent for place in (spec.submodule_search_locations or []))]
         package = types.ModuleType(name)
         package.__path__ = [str(path) for path in dict.fromkeys(place / folder for place in places) if path.is_dir()]
         sys.modules[name] = package

@@ -43,8 +43,9 @@ def usable(
 ) -> Cpus:
     """The CPUs of one rank out of ``ranks`` that share this host. Ranks never share a CPU.
 
+    Workers take one CPU of each physical core first; SMT siblings serve only an ``LK_THREADS`` above the cores.
     ``affinity`` is the mask the process was given (``boot.affinity``); by default the calling thread's, which is
-    another one once a worker pool has pinned it. Workers take one CPU of each physical core first; SMT siblings serve only an ``LK_THREADS`` above the cores.
+    another one once a worker pool has pinned it.
     """
     root = Path(root)
     why: list[str] = []

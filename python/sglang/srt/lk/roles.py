@@ -75,7 +75,7 @@ class Plan:
         for (is_draft, role, layer_format), layers in groups.items():
             size = _gib(sum(layer.bytes for layer in layers))
             host, vram = ("-", size) if role == Role.RESIDENT.value else (size, "-")
-            rows.append(("draft" if is_draft else "main", role, _ids(layers), layer_format or "-", host, vram))
+            rows.append(("draft" if is_draft else "main", role, _set(_ids(layers)), layer_format or "-", host, vram))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         return "\n  ".join([f"Hybrid MoE: {len(self.roles)} MoE layers: {counts}", *lines])
@@ -145,9 +145,9 @@ def _check_lists(
             count = counts[is_draft]
             dense = [i for i in wrong if count is not None and i < count]
             absent = [i for i in wrong if i not in dense]
-            said = [f"layer {_set(dense)} has no experts"] if dense else []
-            said += [f"layer {_set(absent)} is not a MoE layer of the {_model(is_draft)}"] if absent else []
-            problems.append(f"{name}={listed}: {', '.join(said)}; its MoE layers are {_set(moe)}")
+            said = [f"{_layers(dense)} without experts"] if dense else []
+            said += [f"{_layers(absent)} unknown"] if absent else []
+            problems.append(f"{name}={listed}: {', '.join(said)}; the MoE layers of the {_model(is_draft)} are {_set(moe)}")
         if listed and device == "cpu":
             problems.append(f"{name}={listed} needs a GPU, and --device cpu has none: unset it")
     return problems
@@ -162,15 +162,19 @@ def _grouped(layers: Iterable[Layer], reason: Callable[[Layer], str]) -> list[st
     groups: dict[tuple[bool, str], list[Layer]] = {}
     for layer in layers:
         groups.setdefault((layer.is_draft, reason(layer)), []).append(layer)
-    return [f"layers {_ids(group)} of the {_model(draft)}: {why}" for (draft, why), group in groups.items()]
+    return [f"{_layers(_ids(group))} of the {_model(draft)}: {why}" for (draft, why), group in groups.items()]
 
 
 def _model(is_draft: bool) -> str:
     return "draft model" if is_draft else "main model"
 
 
-def _ids(layers: Iterable[Layer]) -> str:
-    return _set(layer.layer_id for layer in layers)
+def _ids(layers: Iterable[Layer]) -> list[int]:
+    return [layer.layer_id for layer in layers]
+
+
+def _layers(ids: list[int]) -> str:
+    return f"layer{'s' if ids[1:] else ''} {_set(ids)}"
 
 
 def _set(ids: Iterable[int]) -> str:

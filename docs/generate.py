@@ -26,7 +26,10 @@ def environment() -> str:
     heading = _row("variable", "type", "default", "meaning", "since", "status") + "\n|" + " --- |" * 6
     for group, rows in groups.items():
         parts.append("\n".join([f"## {group}\n", heading, *rows]))
-    build = [_row(f"`{name}`", kind, default, about, "0.5.23.1", "works") for name, (kind, default, about) in config.BUILD.items()]
+    build = [
+        _row(f"`{name}`", kind, default, about, "0.5.23.1", "works")
+        for name, (kind, default, about) in config.BUILD.items()
+    ]
     parts.append("\n".join(["## Build\n\nRead while the wheel is built; no effect when serving.\n", heading, *build]))
     retired = [_row(f"`{name}`", why) for name, why in config.RETIRED.items()]
     parts.append("\n".join(["## Retired\n\nAccepted with one warning, without effect.\n", "| variable | why |\n| --- | --- |", *retired]))
@@ -47,7 +50,7 @@ The status says what this build does with a variable:
 
 * **works**
 * **refused until built**: a value that turns the feature on stops the start; one that means "off" passes.
-* **no effect until built**: tunes a feature that this build does not have. Accepted, with one line when it is not the default.
+* **no effect until built**: tunes a feature that this build does not have. Accepted; one line says so if it is not the default.
 * **alias**: values of another engine that stand for the default, said once."""
 
 LEGACY = """\

@@ -42,7 +42,8 @@ def test_a_switch_that_is_neither_0_nor_1_stops(switch):
 
 
 def test_the_switch_is_normalised_and_upstreams_binding_is_off():
-    code = START + "; import os, json; print(json.dumps([os.environ.get(n) for n in ('LK_MOE_HYBRID_ENABLED', 'SGLANG_AUTO_NUMA_BIND')]))"
+    names = ["LK_MOE_HYBRID_ENABLED", "SGLANG_AUTO_NUMA_BIND"]
+    code = START + f"; import os, json; print(json.dumps([os.environ.get(name) for name in {names}]))"
     assert json.loads(run(code, LK_MOE_HYBRID_ENABLED=" 1 ").stdout) == ["1", "0"]
     assert json.loads(run(code, LK_MOE_HYBRID_ENABLED="1", SGLANG_AUTO_NUMA_BIND="1").stdout) == ["1", "1"]
     assert json.loads(run(code, LK_MOE_HYBRID_ENABLED=" 0 ", LK_THREADS="abc").stdout) == ["0", None]
@@ -68,7 +69,8 @@ def test_a_child_with_other_variables_says_its_own_lines():
 
 
 def test_everybody_sees_the_configuration_of_the_start():
-    code = START + "; import os; os.environ['LK_THREADS'] = '3'; from sglang.srt.lk.boot import current; print(current().threads)"
+    change = "; import os; os.environ['LK_THREADS'] = '3'"
+    code = START + change + "; from sglang.srt.lk.boot import current; print(current().threads)"
     assert run(code, LK_MOE_HYBRID_ENABLED="1", LK_THREADS="2").stdout == "2\n"
 
 

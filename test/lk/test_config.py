@@ -6,11 +6,13 @@ import sys
 from dataclasses import FrozenInstanceError, fields
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conftest import ROOT
 from sglang.srt.lk import config
 from sglang.srt.lk.config import FIELDS, KNOWN, NOT_BUILT, VARIABLES, Config, ConfigError, conflicts, load, read
-from sglang.srt.lk.values import LayerSet
+from sglang.srt.lk.values import Layers, LayerSet
 
 ON = {"LK_MOE_HYBRID_ENABLED": "1"}
 
@@ -214,7 +216,15 @@ def test_problems_use_the_name_that_the_user_wrote():
 
 @pytest.mark.parametrize(
     ("text", "ids"),
-    [("0", [0]), ("0-1", [0, 1]), ("0,8-9", [0, 8, 9]), ("", []), (" 3 , 1-2 ", [1, 2, 3]), ("5,5,4-5", [4, 5]), ("7-7", [7])],
+    [
+        ("", []),
+        ("0", [0]),
+        ("0-1", [0, 1]),
+        ("0,8-9", [0, 8, 9]),
+        (" 3 , 1-2 ", [1, 2, 3]),
+        ("5,5,4-5", [4, 5]),
+        ("7-7", [7]),
+    ],
 )
 def test_layer_lists_follow_the_grammar(text, ids):
     assert list(load(ON | {"LK_GPU_RESIDENT_MOE_LAYERS": text}).gpu_resident_moe_layers) == ids
@@ -232,8 +242,14 @@ def test_a_layer_set_prints_in_its_own_grammar():
     assert 8 in layers(8) and 7 not in layers(8) and len(layers(1, 2)) == 2
 
 
+@given(st.frozensets(st.integers(0, 300), min_size=1))
+def test_a_layer_set_is_read_back_from_its_text(ids):
+    assert Layers().parse(str(LayerSet(ids))) == LayerSet(ids)
+
+
 def test_draft_models_follow_their_own_variable_only():
-    c = load(ON | {"LK_GPU_RESIDENT_MOE_LAYERS": "0-2", "LK_GPU_RESIDENT_MOE_LAYERS_SPEC": "0", "LK_GPU_RESIDENT_MOE_LAYERS_MTP": "1"})
+    lists = {"": "0-2", "_SPEC": "0", "_MTP": "1"}
+    c = load(ON | {f"LK_GPU_RESIDENT_MOE_LAYERS{model}": ids for model, ids in lists.items()})
     assert c.resident_layers() == ("LK_GPU_RESIDENT_MOE_LAYERS", layers(0, 1, 2))
     assert c.resident_layers(draft="mtp") == ("LK_GPU_RESIDENT_MOE_LAYERS_MTP", layers(1))
     assert c.resident_layers(draft="dspark") == ("LK_GPU_RESIDENT_MOE_LAYERS_SPEC", layers(0))
@@ -246,6 +262,11 @@ def test_an_instruction_set_that_the_machine_lacks_is_an_error():
     with pytest.raises(ConfigError) as error:
         load(ON | {"LK_ISA": "avx512"}, isas=lambda: ["scalar", "avx2"])
     assert "LK_ISA=avx512: this machine runs scalar, avx2; unset it" in str(error.value)
+
+
+def test_the_instruction_sets_are_those_of_the_kernels():
+    extension = pytest.importorskip("sgl_kernel_ext", reason="the kernels are not built here (pip install .)")
+    assert tuple(isa["name"] for isa in extension.isas()) == config.ISAS
 
 
 def test_the_machine_is_asked_only_when_an_instruction_set_is_forced():
@@ -266,10 +287,12 @@ def test_kernels_that_do_not_load_are_a_problem_among_the_others():
     assert "LK_ISA=avx2 cannot be checked, the kernels do not load: libfoo.so: cannot open" in str(error.value)
 
 
-@pytest.mark.parametrize("off", [{}, {"LK_MOE_HYBRID_ENABLED": "0"}, {"LK_MOE_HYBRID_ENABLED": ""}, {"LK_MOE_HYBRID_ENABLED": " 0 "}])
-def test_with_the_switch_off_nothing_matters(off):
-    wrong = {"LK_THREADS": "abc", "LK_POOL_SLOT": "64", "LK_POOL_SLOTS": "64", "LVLLM_THREADS": "8", "LK_POOL_LAYERS": "1"}
-    assert read(off | wrong) == (Config(), ())
+@pytest.mark.parametrize("switch", [None, "0", "", " 0 "])
+def test_with_the_switch_off_nothing_matters(switch):
+    environ = {"LK_THREADS": "abc", "LK_POOL_SLOT": "64", "LK_POOL_SLOTS": "64", "LVLLM_THREADS": "8", "LK_POOL_LAYERS": "1"}
+    if switch is not None:
+        environ["LK_MOE_HYBRID_ENABLED"] = switch
+    assert read(environ) == (Config(), ())
 
 
 def test_other_variables_are_left_alone():
@@ -294,8 +317,8 @@ def test_a_built_feature_is_accepted_and_its_knobs_are_silent(monkeypatch):
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
-        ({"gpu_prefill_min_tokens": 999999}, "LK_GPU_PREFILL_MIN_TOKENS=999999 is never reached: no batch exceeds 8192 tokens"),
-        ({"gpu_prefill_min_tokens": 1024, "gpu_prefill_sub_m": 8192}, "LK_GPU_PREFILL_SUB_M=8192 must exceed --chunked-prefill-size (8192)"),
+        ({"gpu_prefill_min_tokens": 999999}, "LK_GPU_PREFILL_MIN_TOKENS=999999 is never reached: no batch exceeds 8192"),
+        ({"gpu_prefill_min_tokens": 8, "gpu_prefill_sub_m": 8192}, "LK_GPU_PREFILL_SUB_M=8192 must exceed --chunked"),
         ({"pool_slots": 4}, "LK_POOL_SLOTS=4 is below the model's top-k (8)"),
         ({"pool_slots": 129}, "LK_POOL_SLOTS=129 exceeds the 128 experts of a layer"),
     ],
@@ -334,9 +357,9 @@ def test_the_reference_page_is_the_table():
 
 def test_every_variable_that_the_project_names_exists():
     named = {}
-    for pattern in ("*.md", "docs/**/*.md", "launch/**/*", "python/**/*.py", "python/**/*.toml", "test/*.sh", "pyproject.toml", "CMakeLists.txt"):
+    for pattern in ("*.md", "*.toml", "CMakeLists.txt", "docs/**/*.md", "launch/**/*", "python/**/*", "test/*.sh"):
         for file in ROOT.glob(pattern):
-            if file.suffix in (".md", ".py", ".sh", ".toml", ".txt") and "build" not in file.parts:
+            if file.suffix in (".md", ".py", ".sh", ".toml", ".txt") and file.is_file():
                 for name in re.findall(r"(?<![A-Z_$/{])\bLK_[A-Z0-9_]*[A-Z0-9]\b(?!_?\*|_?\{)", file.read_text()):
                     named.setdefault(name, str(file.relative_to(ROOT)))
     unknown = {name: file for name, file in named.items() if name not in KNOWN | {"LK_POOL_SLOT"}}
@@ -350,12 +373,19 @@ def test_only_the_start_and_the_command_line_read_our_variables():
     assert readers - {"cli.py"} == {"boot.py"}
 
 
+def test_the_map_of_the_package_names_every_module():
+    package = ROOT / "python/sglang/srt/lk"
+    named = set(re.findall(r"``(\w+)``", (package / "__init__.py").read_text()))
+    modules = {f.stem for f in package.glob("*.py")} | {f.parent.name for f in package.glob("*/__init__.py")}
+    assert modules - named == {"__init__"}
+
+
 def test_the_package_imports_nothing_and_the_table_is_light():
     code = (
         "import sys; before = set(sys.modules); import sglang.srt.lk; first = set(sys.modules) - before;"
-        "import sglang.srt.lk.config; print(sorted(first)); print(any(m in sys.modules for m in ('torch', 'numpy', 'logging')))"
+        "import sglang.srt.lk.config; print(sorted(first)); print({'torch', 'numpy', 'logging'} & set(sys.modules))"
     )
     run = subprocess.run(
         [sys.executable, "-S", "-c", code], capture_output=True, text=True, env={"PYTHONPATH": str(ROOT / "python")}
     )
-    assert run.stdout.splitlines() == ["['sglang', 'sglang.srt', 'sglang.srt.lk']", "False"], run.stderr
+    assert run.stdout.splitlines() == ["['sglang', 'sglang.srt', 'sglang.srt.lk']", "set()"], run.stderr

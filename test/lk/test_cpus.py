@@ -106,7 +106,10 @@ def test_a_quota_limits_the_threads(machine):
     assert "quota of cgroup /sys/fs/cgroup: 4 CPUs' worth of time" in found.why
 
 
-@pytest.mark.parametrize(("limit", "threads"), [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1), ("1600000 100000", 8), ("20000 10000", 2)])
+@pytest.mark.parametrize(
+    ("limit", "threads"),
+    [("max 100000", 8), ("350000 100000", 3), ("50000 100000", 1), ("1600000 100000", 8), ("20000 10000", 2)],
+)
 def test_a_quota_is_rounded_down_but_never_to_nothing(machine, limit, threads):
     machine.file("proc/self/mountinfo", V2).file("proc/self/cgroup", "0::/").file("sys/fs/cgroup/cpu.max", limit)
     assert len(machine.usable(range(8)).cpus) == threads
@@ -168,13 +171,15 @@ def test_fewer_threads_are_taken_as_asked(machine):
 
 # thr8: cpusets.
 
+V1_CPUSET = "34 31 0:31 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset"
+
 
 @pytest.mark.parametrize(
     ("mount", "group", "file"),
     [
         (V2, "0::/box", "sys/fs/cgroup/box/cpuset.cpus.effective"),
-        ("34 31 0:31 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset", "3:cpuset:/box", "sys/fs/cgroup/cpuset/box/cpuset.cpus"),
-        ("34 31 0:31 / /sys/fs/cgroup/cpuset rw - cgroup cgroup rw,cpuset", "3:cpuset:/box", "sys/fs/cgroup/cpuset/box/cpuset.effective_cpus"),
+        (V1_CPUSET, "3:cpuset:/box", "sys/fs/cgroup/cpuset/box/cpuset.cpus"),
+        (V1_CPUSET, "3:cpuset:/box", "sys/fs/cgroup/cpuset/box/cpuset.effective_cpus"),
     ],
 )
 def test_a_cpuset_smaller_than_the_affinity_counts(machine, mount, group, file):

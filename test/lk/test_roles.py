@@ -88,7 +88,11 @@ def test_a_draft_list_without_a_draft_model_is_fine():
 
 
 def test_draft_layers_follow_their_own_list():
-    config = Config(gpu_resident_moe_layers=listed(0, 1), gpu_resident_moe_layers_spec=listed(0), gpu_resident_moe_layers_mtp=listed(1))
+    config = Config(
+        gpu_resident_moe_layers=listed(0, 1),
+        gpu_resident_moe_layers_spec=listed(0),
+        gpu_resident_moe_layers_mtp=listed(1),
+    )
     drafts = [Layer(0, is_draft=True, draft="mtp"), Layer(0, is_draft=True, draft="dspark")]
     assert [role_of(draft, config, device="cuda") for draft in drafts] == [Role.CPU, Role.RESIDENT]
 
@@ -112,7 +116,8 @@ def test_a_refusal_does_not_matter_where_upstream_computes():
 
 
 def test_the_table_shows_both_models_and_where_their_bytes_lie():
-    layers = moe(1, 2, 3, 5) + moe(4, format="bf16", bytes=2048 * MIB) + moe(0, is_draft=True, format="bf16", bytes=100 * MIB)
+    layers = moe(1, 2, 3, 5) + moe(4, format="bf16", bytes=2048 * MIB)
+    layers += moe(0, is_draft=True, format="bf16", bytes=100 * MIB)
     assert plan(layers, Config(), device="cpu").table().splitlines() == [
         "Hybrid MoE: 6 MoE layers: 6 cpu",
         "  model  role  layers  format  host       VRAM",

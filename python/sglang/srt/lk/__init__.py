@@ -15,7 +15,8 @@ are created. With the switch off nothing here is imported and SGLang is stock. I
 - ``store``    the packed experts of one layer
 - ``kernels``  tensors in, native engine calls out
 - ``method``   the wrapper around SGLang's quantization method: wiring only
-- ``doctor``, ``bench``, ``cli``  the command ``sglang-lk``
+- ``cli``      the command ``sglang-lk``: ``doctor`` (with ``checkpoint``, ``machine``, ``install_check``, ``doctor_text``)
+  and ``bench``; ``term`` draws their tables
 
 The switch, the variables and their defaults: ``docs/reference/environment.md``, generated from ``config``.
 """

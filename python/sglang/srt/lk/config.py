@@ -121,7 +121,7 @@ class Config:
     threads: int | None = variable("CPU", Whole(1, 4096, unset="one per usable physical core"), None,
         "CPU threads of one rank; more than this process may use is cut down, with one line.")
     thread_binding: str = variable("CPU", Choice(("CPU_CORE", "NUMA_NODE")), "CPU_CORE",
-        "Pin each worker to its own CPU, or let it move within its NUMA node.")
+        "Pin each worker to its own CPU, or leave it free to move among the CPUs of its rank.")
     isa: str | None = variable("CPU", Choice(ISAS, unset="the best the machine runs"), None,
         "Instruction set of the kernels; one that the machine lacks is an error.")
     numa_interleave: bool = variable("CPU", Switch(), True,

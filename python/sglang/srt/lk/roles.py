@@ -111,7 +111,9 @@ def plan(
     taken_over = [layer for key, layer in known.items() if roles[key] is not Role.RESIDENT]
     problems += _grouped([layer for layer in taken_over if layer.refusal], lambda layer: layer.refusal or "")
     if not known:
-        problems.append(f"no MoE layer was taken over, the model has none that hybrid MoE knows: {SWITCH}=0 serves it as stock")
+        problems.append(
+            f"no MoE layer was taken over, the model has none that hybrid MoE knows: {SWITCH}=0 serves it as stock"
+        )
     if problems:
         raise RolesError(problems)
     return Plan(known, roles)

@@ -3,7 +3,7 @@
 import pytest
 
 from sglang.srt.lk.config import Config
-from sglang.srt.lk.roles import Key, Layer, Role, RolesError, plan, role_of
+from sglang.srt.lk.roles import Key, Layer, Role, RolesError, check_list, plan, role_of
 from sglang.srt.lk.values import LayerSet
 
 MIB = 1 << 20
@@ -85,6 +85,23 @@ def test_all_lists_are_checked_in_one_message():
 def test_a_draft_list_without_a_draft_model_is_fine():
     config = Config(gpu_resident_moe_layers=listed(0), gpu_resident_moe_layers_spec=listed(0, 1, 2))
     assert plan(moe(0), config, device="cuda").roles == {Key(False, 0): Role.RESIDENT}
+
+
+def test_a_list_is_checked_before_the_first_layer_exists():
+    config = Config(gpu_resident_moe_layers=listed(0, 39, 40), gpu_resident_moe_layers_spec=listed(1))
+    with pytest.raises(RolesError) as error:
+        check_list(config, device="cpu", layer_count=40)
+    assert error.value.problems == (
+        "LK_GPU_RESIDENT_MOE_LAYERS=0,39-40 needs a GPU, and --device cpu has none: unset it",
+        "LK_GPU_RESIDENT_MOE_LAYERS=0,39-40: layer 40 unknown; the layers of the main model are 0-39",
+    )
+    with pytest.raises(RolesError) as error:
+        check_list(config, device="cuda", layer_count=1, draft="mtp")
+    assert error.value.problems == (
+        "LK_GPU_RESIDENT_MOE_LAYERS_SPEC=1: layer 1 unknown; the layers of the draft model are 0",
+    )
+    assert check_list(config, device="cuda", layer_count=41) is None
+    assert check_list(Config(), device="cpu", layer_count=1) is None
 
 
 def test_draft_layers_follow_their_own_list():

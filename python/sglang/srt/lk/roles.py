@@ -1,7 +1,7 @@
 """Which role each MoE layer plays: the configuration and facts about the layers in, one plan out.
 
 Pure bookkeeping: no tensor, no environment variable, nothing from upstream. ``role_of`` answers for one layer while the
-model is being built; ``plan`` answers for all of them, checks the layer lists against the model and makes the table that
+model is being built (``check_list`` just before); ``plan`` answers for all of them, checks the layer lists against the model and makes the table that
 the start logs. A layer's key is ``(is_draft, layer_id)``, since draft models reuse ids.
 
 A new role is a member of ``Role`` and a branch in ``role_of``; nothing else switches on roles.
@@ -91,6 +91,21 @@ def role_of(layer: Layer, config: Config, *, device: str) -> Role:
     return Role.POOL if config.pool_slots > 0 else Role.CPU
 
 
+def check_list(config: Config, *, device: str, layer_count: int | None = None, draft: str | None = None) -> None:
+    """What can be said of a model's layer list before its first layer exists, so that nobody waits for a load to hear it.
+
+    ``plan`` says it again, and more, once the MoE layers are known.
+    """
+    name, listed = config.resident_layers(draft=draft)
+    model = _model(draft is not None)
+    problems = _needs_gpu(name, listed, device)
+    beyond = [layer_id for layer_id in listed if layer_count is not None and layer_id >= layer_count]
+    if beyond:
+        problems.append(f"{name}={listed}: {_layers(beyond)} unknown; the layers of the {model} are {_set(range(layer_count))}")
+    if problems:
+        raise RolesError(problems)
+
+
 def plan(
     layers: Iterable[Layer],
     config: Config,
@@ -150,9 +165,12 @@ def _check_lists(
             said = [f"{_layers(dense)} without experts"] if dense else []
             said += [f"{_layers(absent)} unknown"] if absent else []
             problems.append(f"{name}={listed}: {', '.join(said)}; the MoE layers of the {_model(is_draft)} are {_set(moe)}")
-        if listed and device == "cpu":
-            problems.append(f"{name}={listed} needs a GPU, and --device cpu has none: unset it")
+        problems += _needs_gpu(name, listed, device)
     return problems
+
+
+def _needs_gpu(name: str, listed: LayerSet, device: str) -> list[str]:
+    return [f"{name}={listed} needs a GPU, and --device cpu has none: unset it"] if listed and device == "cpu" else []
 
 
 def _list(layer: Layer, config: Config) -> tuple[str, LayerSet]:

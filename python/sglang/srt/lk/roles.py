@@ -1,8 +1,8 @@
 """Which role each MoE layer plays: the configuration and facts about the layers in, one plan out.
 
 Pure bookkeeping: no tensor, no environment variable, nothing from upstream. ``role_of`` answers for one layer while the
-model is being built (``check_list`` just before); ``plan`` answers for all of them, checks the layer lists against the model and makes the table that
-the start logs. A layer's key is ``(is_draft, layer_id)``, since draft models reuse ids.
+model is being built (``check_list`` just before); ``plan`` answers for all of them, checks the layer lists against the
+model and makes the table that the start logs. A layer's key is ``(is_draft, layer_id)``, since draft models reuse ids.
 
 A new role is a member of ``Role`` and a branch in ``role_of``; nothing else switches on roles.
 """

@@ -1,0 +1,226 @@
+"""Small random checkpoints of every MoE architecture worth serving, two layers each, a few megabytes.
+
+The tensors' names and shapes come from ``transformers`` (it saves a model under the names that its publisher used, and those
+are the names upstream's loaders expect); the values come from here. Each tensor is drawn from a generator seeded with its own
+name, and each row has a gain of its own, so that a row, an expert or a layer that lands in the wrong place changes the answer.
+
+Nothing here starts a server. A new architecture is a row in ``ARCHITECTURES``: its ``model_type`` in ``transformers`` and
+what its config needs beyond ``COMMON``. ``python checkpoints.py DIR [NAME…]`` writes them by hand.
+"""
+
+import argparse
+import dataclasses
+import json
+import re
+import shutil
+import zlib
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+import fourbit
+
+VOCABULARY = 2048  # of the recite model, whose tokenizer the checkpoints borrow
+TOKENIZER = Path(__file__).resolve().parents[2] / "launch" / "models" / "recite-moe"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
+
+COMMON = dict(
+    vocab_size=VOCABULARY, hidden_size=128, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=32,
+    max_position_embeddings=512, tie_word_embeddings=False, bos_token_id=None, eos_token_id=0, pad_token_id=0,
+)  # fmt: skip
+EXPERTS = dict(intermediate_size=192, moe_intermediate_size=64, num_experts=8, num_experts_per_tok=2)
+LOCAL = dict(intermediate_size=64, num_local_experts=8, num_experts_per_tok=2)
+ROUTED = dict(
+    intermediate_size=192, moe_intermediate_size=64, n_routed_experts=8, num_experts_per_tok=2, n_shared_experts=1,
+    n_group=1, topk_group=1, first_k_dense_replace=1, moe_layer_freq=1, routed_scaling_factor=2.5, norm_topk_prob=True,
+)  # fmt: skip
+LATENT = dict(
+    num_key_value_heads=4, head_dim=16, kv_lora_rank=64, q_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=32
+)  # fmt: skip
+YARN = dict(rope_parameters=dict(rope_type="yarn", rope_theta=10000.0, factor=4.0, original_max_position_embeddings=128,
+                                 beta_fast=32, beta_slow=1, mscale=1.0, mscale_all_dim=1.0))  # fmt: skip
+GROUPED = dict(n_group=4, topk_group=2, num_experts_per_tok=3)
+SHARED = dict(shared_expert_intermediate_size=96)
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """One row of the support matrix: what to write, and the flags that its server needs."""
+
+    name: str
+    model_type: str
+    config: dict
+    grid: str = ""  # "mxfp4" or "nvfp4": expert weights are rounded to what that format can hold
+    packed: bool = False  # the experts are stored in that format (else, of the same values, as BF16)
+    upstream_class: str = ""  # where upstream registers the model under another name than transformers
+    drop: str = ""  # tensors that transformers saves and this publisher does not
+    zero_centred_norms: bool = False  # the norm multiplies by 1 + weight
+    serve: dict = dataclasses.field(default_factory=dict)  # further arguments of the engine
+
+
+def _rows() -> list[Architecture]:
+    a = Architecture
+    linear = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32)
+    hybrid = dict(layer_types=["linear_attention", "full_attention"], **linear)
+    sliding = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+    return [
+        a("qwen3_moe", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}, grid="nvfp4"),
+        a("qwen3_moe_nvfp4", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}, grid="nvfp4", packed=True),
+        a("qwen2_moe", "qwen2_moe", {**EXPERTS, **SHARED}),
+        a("qwen3_next", "qwen3_next", {**EXPERTS, **SHARED, **hybrid}, zero_centred_norms=True),
+        a("mixtral", "mixtral", LOCAL),
+        a("olmoe", "olmoe", dict(intermediate_size=64, num_experts=8, num_experts_per_tok=2, num_key_value_heads=4)),
+        a("phimoe", "phimoe", LOCAL, upstream_class="PhiMoEForCausalLM"),
+        a("granitemoe", "granitemoe", {**LOCAL, "logits_scaling": 0.5, "residual_multiplier": 0.7}),
+        a("granitemoeshared", "granitemoeshared", {**LOCAL, "shared_intermediate_size": 96}),
+        a("granitemoehybrid", "granitemoehybrid",
+          {**LOCAL, "shared_intermediate_size": 96, "layer_types": ["attention", "attention"], "position_embedding_type": "rope"}),
+        a("glm4_moe", "glm4_moe", {**ROUTED, "use_qk_norm": True}),
+        a("glm4_moe_lite", "glm4_moe_lite", {**ROUTED, **LATENT}),
+        a("dots1", "dots1", ROUTED),
+        a("deepseek_v2", "deepseek_v2", {**ROUTED, **LATENT, **YARN, "topk_method": "greedy", "norm_topk_prob": False,
+                                          "scoring_func": "softmax"}),
+        a("deepseek_v3", "deepseek_v3", {**ROUTED, **LATENT, **YARN, **GROUPED, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}),
+        a("minimax_m2", "minimax_m2", {**LOCAL, "rotary_dim": 16, "use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True}),
+        a("minimax_m2_no_qk_norm", "minimax_m2",
+          {**LOCAL, "rotary_dim": 16, "use_qk_norm": False, "scoring_func": "sigmoid", "use_routing_bias": True}),
+        a("gpt_oss", "gpt_oss", {**LOCAL, **sliding}, grid="mxfp4"),
+        a("gpt_oss_mxfp4", "gpt_oss", {**LOCAL, **sliding}, grid="mxfp4", packed=True),
+        a("ernie4_5_moe", "ernie4_5_moe",
+          dict(intermediate_size=192, moe_intermediate_size=64, moe_num_experts=8, moe_k=2, moe_num_shared_experts=1,
+               moe_layer_start_index=1)),
+        a("hunyuan_v1_moe", "hunyuan_v1_moe", dict(intermediate_size=64, moe_intermediate_size=64, num_experts=8, moe_topk=2, use_qk_norm=True,
+                                                   use_mixed_mlp_moe=True, num_shared_expert=1, use_cla=False)),
+        a("hunyuan_v1_moe_no_qk_norm", "hunyuan_v1_moe",
+          dict(intermediate_size=64, moe_intermediate_size=64, num_experts=8, moe_topk=2, use_qk_norm=False, use_mixed_mlp_moe=True,
+               num_shared_expert=1, use_cla=False), drop="(query|key)_layernorm"),
+        a("llama4_text", "llama4_text", dict(intermediate_size=64, intermediate_size_mlp=192, num_local_experts=8,
+                                             num_experts_per_tok=1, moe_layers=[0, 1], no_rope_layers=[1, 0])),
+        a("exaone_moe", "exaone_moe", {**ROUTED, "num_experts": 8, "num_shared_experts": 1}),
+        a("cohere2_moe", "cohere2_moe", EXPERTS),
+        a("lfm2_moe", "lfm2_moe", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
+        a("afmoe", "afmoe", {**EXPERTS, "num_dense_layers": 1, "num_shared_experts": 1}),
+        a("laguna", "laguna", {**EXPERTS, **sliding}),
+    ]  # fmt: skip
+
+
+ARCHITECTURES = {row.name: row for row in _rows()}
+
+
+def write(architecture: Architecture, directory: Path, tokenizer: Path) -> Path:
+    """Writes the checkpoint into ``directory`` (made if missing) and returns it; an existing one is replaced."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    directory = Path(directory)
+    shutil.rmtree(directory, ignore_errors=True)
+    config = AutoConfig.for_model(architecture.model_type, **{**COMMON, **architecture.config})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    wanted = [(n, t) for n, t in _saved(directory) if not (architecture.drop and re.search(architecture.drop, n))]
+    tensors = {name: _values(name, like, architecture) for name, like in wanted}
+    quantization = {}
+    if architecture.grid:
+        pack = {"mxfp4": _gpt_oss_mxfp4, "nvfp4": _compressed_tensors_nvfp4}[architecture.grid]
+        quantization, tensors = pack(tensors, architecture.packed)
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+    _finish_config(directory, architecture.upstream_class or type(model).__name__, quantization)
+    for name in TOKENIZER_FILES:
+        shutil.copyfile(Path(tokenizer) / name, directory / name)
+    return directory
+
+
+def _finish_config(directory: Path, class_name: str, quantization: dict) -> None:
+    path = directory / "config.json"
+    config = json.loads(path.read_text())
+    config.update(architectures=[class_name], **quantization)
+    path.write_text(json.dumps(config, indent=1))
+
+
+def _saved(directory: Path):
+    with safe_open(directory / "model.safetensors", "pt") as file:
+        for name in file.keys():
+            yield name, file.get_tensor(name)
+
+
+def _values(name: str, like: torch.Tensor, architecture: Architecture) -> torch.Tensor:
+    """Values for one tensor, by what its name says it is; decays and convolutions keep what their publisher's code drew."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    normal = torch.randn(like.shape, generator=generator)
+    if re.search(r"A_log|dt_bias|conv", name):
+        return like
+    if like.dim() == 1 and "norm" in name and name.endswith("weight"):
+        value = 0.1 * normal + (0.0 if architecture.zero_centred_norms and "linear_attn" not in name else 1.0)
+    elif "bias" in name or like.dim() == 1:
+        value = 0.1 * normal
+    elif "embed_tokens" in name:
+        value = normal
+    else:
+        rows = torch.rand((*like.shape[:-1], 1), generator=generator) + 0.5
+        value = normal * rows * _gain(name) / _fan_in(name, like) ** 0.5
+    return value.to(like.dtype).contiguous()
+
+
+def _fan_in(name: str, like: torch.Tensor) -> int:
+    """gpt-oss and llama4 store their experts as [expert, input, output]; everybody else has the input last."""
+    return like.shape[1] if like.dim() == 3 and name.endswith("_proj") else like.shape[-1]
+
+
+def _gain(name: str) -> float:
+    """Wide gaps where a near tie would turn rounding into another answer: between experts and between tokens."""
+    if "lm_head" in name:
+        return 4.0
+    if re.search(r"(gate|router|layer|wg)\.weight$", name):
+        return 3.0
+    return 2.0 if re.search(r"experts|block_sparse_moe", name) else 1.0
+
+
+def _gpt_oss_mxfp4(tensors: dict, packed: bool) -> tuple[dict, dict]:
+    """gpt-oss: BF16 experts are ``[expert, input, output]``, MXFP4 ones ``[expert, output, input]`` as blocks of 32 and scales."""
+    out = {}
+    for name, value in tensors.items():
+        if not name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+            out[name] = value
+        elif not packed:
+            out[name] = fourbit.snap(value.mT, "mxfp4").to(value.dtype).mT.contiguous()
+        else:
+            codes, scales = fourbit.encode(value.mT, "mxfp4")
+            out[f"{name}_blocks"] = codes.reshape(*scales.shape, 16).contiguous()
+            out[f"{name}_scales"] = scales
+    ignored = ["model.layers.*.self_attn", "model.layers.*.mlp.router", "model.embed_tokens", "lm_head"]
+    return ({"quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ignored}} if packed else {}), out
+
+
+def _compressed_tensors_nvfp4(tensors: dict, packed: bool) -> tuple[dict, dict]:
+    """compressed-tensors' weight-only NVFP4: ``weight_packed``, ``weight_scale`` and a global scale that divides."""
+    divisor = 4.0
+    out = {}
+    for name, value in tensors.items():
+        if ".experts." not in name:
+            out[name] = value
+        elif not packed:
+            out[name] = (fourbit.snap(value.float() * divisor, "nvfp4") / divisor).to(value.dtype)
+        else:
+            codes, scales = fourbit.encode(value.float() * divisor, "nvfp4")
+            out |= {f"{name}_packed": codes, f"{name}_scale": scales, f"{name}_global_scale": torch.tensor([divisor])}
+    weights = dict(num_bits=4, type="float", strategy="tensor_group", group_size=16, symmetric=True, dynamic=False)
+    group = dict(targets=["Linear"], weights=weights, input_activations=None, output_activations=None)
+    ignored = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+    config = dict(quant_method="compressed-tensors", format="nvfp4-pack-quantized", config_groups={"group_0": group},
+                  ignore=ignored, quantization_status="compressed")  # fmt: skip
+    return ({"quantization_config": config} if packed else {}), out
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Writes small random MoE checkpoints.")
+    parser.add_argument("directory", type=Path)
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; all by default")
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="directory with the tokenizer's files")
+    arguments = parser.parse_args()
+    for name in arguments.names or ARCHITECTURES:
+        write(ARCHITECTURES[name], arguments.directory / name, arguments.tokenizer)
+
+
+if __name__ == "__main__":
+    main()

@@ -13,7 +13,6 @@ NAMES = ("scalar", "avx2", "avx512", "avx512_bf16")
 
 class Extension:
     ABI = 1
-    __version__ = "0.0.double"
 
     def __init__(self, supported=NAMES, read=50.0, dot=400.0, formats=("bf16", "mxfp4", "nvfp4"), broken=False):
         self.supported, self.read, self.dot, self._formats, self.broken = supported, read, dot, formats, broken
@@ -52,7 +51,7 @@ class Engine:
 class Experts:
     def __init__(self, ext, fmt, experts, hidden, width):
         self.ext, self.format, self.experts, self.hidden, self.width = ext, fmt, experts, hidden, width
-        self.checkpoint_bytes = self.bytes = experts * ext.packed_bytes(fmt, hidden, width)
+        self.bytes = experts * ext.packed_bytes(fmt, hidden, width)
         self.packed = []
 
     def pack_codes(self, expert, part, ptr, row_bytes):

@@ -211,6 +211,8 @@ def _format(kinds: dict[str, Tensor]) -> str:
     match codes.dtype, scale_type:
         case "BF16", None:
             return "bf16"
+        case "F32", None:
+            return "f32"
         case "F16", None:
             return "f16"
         case ("U8" | "I8" | "F4"), ("U8" | "F8_E8M0"):

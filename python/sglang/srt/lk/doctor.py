@@ -17,7 +17,7 @@ from sglang.srt.lk import checkpoint, config, cpus, machine, roles
 from sglang.srt.lk.term import gib
 
 EXTENSION = "sgl_kernel_ext"
-PACKED_AS = {"f16": "bf16", "bf16": "bf16", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}  # checkpoint format -> ours
+PACKED_AS = {"f32": "bf16", "f16": "bf16", "bf16": "bf16", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}  # checkpoint format -> ours
 READ_MEGABYTES, READ_SECONDS = 512, 0.7
 
 
@@ -73,7 +73,7 @@ def _look_at_install(report: Report):
     from sglang.srt.lk import install_check
 
     version = _version("sglang-lk")
-    facts = {"sglang_lk": version, "upstream": version and version.rpartition(".")[0], "extension": None, "abi": None}
+    facts = {"sglang_lk": version, "upstream": version and version.rpartition(".")[0], "kernels_abi": None}
     report.facts["install"] = facts
     for problem in install_check.problems():
         report.stop(problem, "")
@@ -82,7 +82,7 @@ def _look_at_install(report: Report):
     except ImportError as error:
         report.stop(f"the kernels ({EXTENSION}) do not load: {error}", "install the sglang-lk wheel that was built for this Python and machine")
         return None
-    facts.update(extension=ext.__version__, abi=ext.ABI)
+    facts["kernels_abi"] = ext.ABI
     return ext
 
 

@@ -30,7 +30,7 @@ Lines = Iterator[tuple[str, str]]
 def _install(facts: dict, style: Style) -> Lines:
     install, cpu = facts["install"], facts["cpu"]
     version = f"sglang-lk {install['sglang_lk']} on SGLang {install['upstream']}" if install["sglang_lk"] else "sglang-lk from a source tree"
-    kernels = f"kernels {install['extension']} (ABI {install['abi']})" if install["extension"] else style("red", "no kernels")
+    kernels = f"kernels with ABI {install['kernels_abi']}" if install["kernels_abi"] else style("red", "no kernels")
     yield "Install", f"{version} · {kernels} · Python {cpu['python']}"
 
 
@@ -76,7 +76,8 @@ def _gpu(facts: dict, style: Style) -> Lines:
         return
     yield "GPU", f"driver {gpu['driver']}" + ("" if gpu["cuda"] else style("red", " · libcuda.so.1 does not load"))
     for card in gpu["cards"]:
-        yield "", f"{card['index']}: {card['name']} (sm{card['compute'].replace('.', '')}) · {gib(card['free_bytes'])} free of {gib(card['total_bytes'])}"
+        memory = f"{gib(card['free_bytes'])} free of {gib(card['total_bytes'])}" if card["total_bytes"] else "shares the host's memory"
+        yield "", f"{card['index']}: {card['name']} (sm{card['compute'].replace('.', '')}) · {memory}"
 
 
 def _settings(facts: dict, style: Style) -> Lines:

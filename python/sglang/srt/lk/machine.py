@@ -101,10 +101,10 @@ def _card(nvml: ctypes.CDLL, index: int) -> dict:
     major, minor = ctypes.c_int(), ctypes.c_int()
     nvml.nvmlDeviceGetHandleByIndex_v2(index, ctypes.byref(handle))
     nvml.nvmlDeviceGetName(handle, name, 96)
-    nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(size))
+    own = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(size)) == 0  # a chip that shares the host's memory refuses
     nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
     return {"index": index, "name": name.value.decode(), "compute": f"{major.value}.{minor.value}",
-            "total_bytes": size.total, "free_bytes": size.free}
+            "total_bytes": size.total if own else None, "free_bytes": size.free if own else None}
 
 
 def _library(name: str) -> ctypes.CDLL | None:

@@ -23,7 +23,7 @@ from sglang.srt.lk.bench import cases, weights
 from sglang.srt.lk.bench.cases import Shape
 
 READ_SECONDS = 0.3
-DOT_SECONDS = 0.1
+DOT_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -149,14 +149,14 @@ def _measure(engine, plan: Plan, layers: list, fmt: str, shape: Shape, batch: in
     after = _machine_now(engine, plan)
     buffers.check(f"{engine.isa} {fmt} {shape}, {batch} rows")
     read, dot = ((a + b) / 2 for a, b in zip(before, after))
-    expert_bytes = layers[0].checkpoint_bytes / shape.experts
+    expert_bytes = weights.expert_bytes(fmt, shape)
     distinct = statistics.fmean(len(np.unique(ids)) for ids in routes)
     gb, gflop = distinct * expert_bytes / seconds / 1e9, cases.flops(shape, batch) / seconds / 1e9
     return Row(
         isa=engine.isa, format=fmt, hidden=shape.hidden, width=shape.width, experts=shape.experts, top_k=shape.top_k,
         rows=batch, threads=engine.threads, seconds=seconds, gb_per_s=gb, gflop_per_s=gflop, read_gb_per_s=read,
         read_ratio=gb / read, dot_ratio=gflop / dot, dot_gflop_per_s=dot, repeats=repeats, spread=spread,
-        stored_bytes_ratio=layers[0].bytes / layers[0].checkpoint_bytes,
+        stored_bytes_ratio=layers[0].bytes / (shape.experts * expert_bytes),
     )
 
 

@@ -24,7 +24,7 @@ def facts(ext, plan: Plan) -> dict:
     return {
         **machine.system(), "cpu": ext.cpu()["brand"], "cpus": plan.cpus, "numa_nodes": plan.nodes,
         "l3_bytes": machine.l3_bytes(plan.cpus), "memory_bytes": cpus.memory().total, "thp": machine.huge_pages(probe=False).mode,
-        "huge": plan.huge, "load_average": machine.load_average(), "extension": ext.__version__, "abi": ext.ABI,
+        "huge": plan.huge, "load_average": machine.load_average(), "kernels_abi": ext.ABI,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"), "seconds": plan.seconds, "repeats": plan.repeats,
     }
 

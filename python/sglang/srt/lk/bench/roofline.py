@@ -34,9 +34,14 @@ def draw(machine: dict, rows: list[dict], path: Path) -> None:
             markersize=8, markeredgecolor="white", linestyle="none", label=f"{row['format']} {row['isa']} {_shape(row)}",
         )
         share = max(row["read_ratio"], row["dot_ratio"])
-        axes.annotate(f"{share:.0%}", (x, row["gflop_per_s"]), textcoords="offset points", xytext=(7, -11), fontsize=8, color="#444444")
+        axes.annotate(f"{share:.0%}", (x, row["gflop_per_s"]), textcoords="offset points", xytext=(-9, -3), ha="right", fontsize=8, color=COLOURS.get(row["format"], "#666666"))
     axes.set_xlim(left, right)
-    axes.grid(True, which="major", color="#eeeeee")
+    axes.set_ylim(bottom=min(row["gflop_per_s"] for row in rows) / 3)
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(lambda value, _: f"{value:g}")
+        axis.set_minor_formatter(lambda value, _: "")
+    axes.grid(True, which="both", color="#eeeeee")
+    axes.set_axisbelow(True)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
     axes.legend(handles.values(), handles.keys(), fontsize=8, loc="lower right", frameon=False)
     figure.savefig(path, dpi=150)

@@ -37,15 +37,16 @@ def _e4m3(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
 @dataclass(frozen=True)
 class Fill:
     codes: Codes
+    bits: float  # of one weight in the checkpoint, its share of the group scale included
     scales: Codes | None = None
     global_scale: float | None = None
     multiple: int = 1  # hidden and width must be divisible by it
 
 
 FILLS = {
-    "bf16": Fill(_bf16),
-    "mxfp4": Fill(_nibbles, _e8m0, multiple=32),
-    "nvfp4": Fill(_nibbles, _e4m3, global_scale=1 / 64, multiple=16),
+    "bf16": Fill(_bf16, 16),
+    "mxfp4": Fill(_nibbles, 4 + 8 / 32, _e8m0, multiple=32),
+    "nvfp4": Fill(_nibbles, 4 + 8 / 16, _e4m3, global_scale=1 / 64, multiple=16),
 }
 
 
@@ -54,6 +55,11 @@ def check(fmt: str, shape: Shape) -> None:
         raise ValueError(f"--format {fmt}: no random experts are defined for it; known are {', '.join(FILLS)}")
     if shape.hidden % FILLS[fmt].multiple or shape.width % FILLS[fmt].multiple:
         raise ValueError(f"--shape {shape}: {fmt} needs HIDDEN and WIDTH divisible by {FILLS[fmt].multiple}")
+
+
+def expert_bytes(fmt: str, shape: Shape) -> float:
+    """Bytes of one expert as a checkpoint stores it."""
+    return shape.weights * FILLS[fmt].bits / 8
 
 
 def make_layer(ext, engine, fmt: str, shape: Shape, seed: int = 0):

@@ -12,7 +12,7 @@ import sys
 import zlib
 from typing import NoReturn
 
-from sglang.srt.lk import config
+from sglang.srt.lk import config, patches
 from sglang.srt.lk.config import Config, ConfigError, Loaded
 
 logger = logging.getLogger(__name__)
@@ -38,6 +38,7 @@ def start() -> Config:
         _affinity = frozenset(os.sched_getaffinity(0))
         # Upstream would confine each rank, and with it our workers and their memory, to one NUMA node.
         os.environ.setdefault("SGLANG_AUTO_NUMA_BIND", "0")
+        patches.install()
         _say_once(loaded.notes)
     return _current
 

@@ -1,0 +1,202 @@
+"""The fused-MoE method that stands where upstream's stood, for layers whose experts our kernels compute.
+
+``make_for_layer`` is what the edit in ``FusedMoE.__init__`` calls: it gives a layer its role, refuses what cannot be
+served and wraps upstream's method, which is kept only to say what it was. Upstream's own storage for the experts is
+never allocated. ``finish`` closes a model's load: every MoE layer taken over and whole, then one table in the log.
+
+A new role is a branch in ``make_for_layer``; routing and activation facts belong to ``compat``.
+"""
+
+import logging
+from typing import Any
+
+import torch
+
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
+from sglang.srt.lk import boot, compat, formats, kernels, loading, roles
+from sglang.srt.lk.store import Geometry, LayerStore, Progress
+
+logger = logging.getLogger(__name__)
+
+# What a user can be told in one message; everything else is a bug and keeps its traceback.
+PROBLEMS = (compat.Refusal, loading.LoadError, roles.RolesError, kernels.KernelError)
+
+_progress = Progress()
+_layers: dict[roles.Key, tuple[roles.Layer, LayerStore | None]] = {}
+
+
+class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
+    """Experts in host memory, computed by the CPU kernels.
+
+    An ``nn.Module`` because the methods it replaces may be one, and a layer lets only a module follow a module.
+    """
+
+    runner = None
+
+    def __init__(self, base_method: Any, *, name: str, format: formats.ExpertFormat):
+        torch.nn.Module.__init__(self)
+        self.base_method = base_method
+        self.name = name
+        self.format = format
+        self.store: LayerStore | None = None
+        self.scale = 1.0
+        self.weight_on_input = False
+
+    def create_weights(
+        self,
+        layer: Any,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra: Any,
+    ) -> None:
+        """Take the packed memory, and register an empty parameter under each name that the model's loader looks up."""
+        bias = bool(extra.get("with_bias"))
+        geometry = Geometry(
+            experts=num_experts,
+            hidden=hidden_size,
+            width=intermediate_size_per_partition,
+            rank=layer.moe_tp_rank,
+            ranks=layer.moe_tp_size,
+        )
+        self.store = _store(layer, name=self.name, format=self.format, geometry=geometry, bias=bias)
+        config = layer.moe_runner_config
+        interleaved = config.gemm1_alpha is not None and getattr(config, "gate_up_interleaved", True)
+        for name, field in self.format.fields(bias=bias).items():
+            stub = torch.nn.Parameter(torch.empty(0, dtype=field.dtype, device="cpu"), requires_grad=False)
+            stub.weight_loader = loading.ExpertLoader(
+                self.store, name, field, interleaved=interleaved, presharded=bool(layer.use_presharded_weights)
+            )
+            layer.register_parameter(name, stub)
+        layer._derived_weight_cache_error = (
+            "Hybrid MoE: experts are packed in host memory and cannot be replaced while serving; restart the server"
+        )
+
+    def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
+        """No runner of upstream's: only what the routed sum needs to know is kept."""
+        self.weight_on_input = bool(moe_runner_config.apply_router_weight_on_input)
+        self.scale = _routed_scale(moe_runner_config)
+
+    def get_moe_runner_backend(self, layer: Any) -> None:
+        """None: a direct kernel that reads standard routing with this rank's expert ids."""
+        return None
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """The layer is whole, or the start ends here."""
+        store = self.store
+        assert store is not None, f"{self.name}: create_weights has not run"
+        if store.complete:
+            return
+        if _args().load_format == "dummy":
+            store.fill_with_samples(seed=layer.layer_id)
+        problem = loading.missing_error(store)
+        if problem is not None:
+            raise problem
+        store.complete = True
+
+    def apply(self, layer: Any, dispatch_output: Any) -> Any:
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+        from sglang.srt.layers.moe.topk import TopKOutputChecker
+
+        topk = dispatch_output.topk_output
+        if TopKOutputChecker.format_is_bypassed(topk):
+            topk = topk.to_standard(layer_id=layer.layer_id)
+        if not TopKOutputChecker.format_is_standard(topk):
+            raise kernels.KernelError(f"Hybrid MoE: {self.name}: routing came as {type(topk).__name__}, not as a standard top-k")
+        hidden = self.store.experts.forward(
+            dispatch_output.hidden_states,
+            topk.topk_ids,
+            topk.topk_weights,
+            scale=self.scale,
+            weight_on_input=self.weight_on_input,
+        )
+        return StandardCombineInput(hidden_states=hidden)
+
+
+def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
+    """The method for one layer: upstream's own for a resident layer, ours for every other."""
+    args, config = _args(), boot.current()
+    name = prefix or f"MoE layer {layer.layer_id}"
+    is_draft = _is_draft(layer)
+    format = formats.format_for(base_method, getattr(layer, "scheme", None))
+    facts = roles.Layer(layer.layer_id, is_draft, format.label if format else type(base_method).__name__, draft=_draft_kind(args))
+    if roles.role_of(facts, config, device=args.device) is roles.Role.RESIDENT:
+        _layers[facts.key] = (facts, None)
+        return base_method
+    compat.check(layer=layer, name=name, method=base_method, format=format, args=args)
+    assert format is not None, "compat.check refuses unknown formats"
+    return HybridMoEMethod(base_method, name=name, format=format)
+
+
+def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
+    """After a model's load: no MoE layer may have been missed, none may be unfinished; then say who does what."""
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedMoE)]
+    known = {key: found for key, found in _layers.items() if key.is_draft == is_draft}
+    missed = [name for name, m in modules if roles.Key(is_draft, m.layer_id) not in known]
+    if missed:
+        raise compat.Refusal(missed[0], [f"{len(missed)} of {len(modules)} MoE layers were built without hybrid MoE; reinstall sglang-lk"])
+    unfinished = [store.name for _, store in known.values() if store is not None and not store.complete]
+    if unfinished:
+        raise loading.LoadError(f"{', '.join(unfinished)}: not loaded to the end")
+    layer_count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
+    count = {"draft_layer_count" if is_draft else "layer_count": layer_count}
+    table = roles.plan([facts for facts, _ in known.values()], boot.current(), device=_args().device, **count).table()
+    engine = kernels.engine()
+    logger.info("%s\n  %s\n  %d threads, %s kernels", table, _progress.summary(), engine.threads, engine.isa)
+
+
+def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geometry, bias: bool) -> LayerStore:
+    activation, _ = compat.activation(layer.moe_runner_config)
+    rank, ranks = _share_of_host()
+    experts = kernels.Experts(
+        kernels.engine(rank=rank, ranks=ranks),
+        format=format.kernel,
+        experts=geometry.experts,
+        hidden=geometry.hidden,
+        width=geometry.width,
+        activation=activation,
+        bias=bias,
+    )
+    is_draft = _is_draft(layer)
+    facts = roles.Layer(layer.layer_id, is_draft, format.label, experts.bytes, draft=_draft_kind(_args()))
+    store = LayerStore(
+        name=name, layer_id=layer.layer_id, format=format, experts=experts, geometry=geometry, bias=bias, progress=_progress
+    )
+    _layers[facts.key] = (facts, store)
+    return store
+
+
+def _routed_scale(config: Any) -> float:
+    """What the routed sum is multiplied by: on a GPU upstream's runner does it, on a CPU the model itself."""
+    from sglang.srt.utils import is_cpu
+
+    return 1.0 if is_cpu() else config.routed_scaling_factor or 1.0
+
+
+def _args() -> Any:
+    from sglang.srt.runtime_context import get_server_args
+
+    return get_server_args()
+
+
+def _is_draft(layer: Any) -> bool:
+    """0.5.23 writes it on the layer, before that it is only known while the model is built."""
+    from sglang.srt.runtime_context import get_flags
+
+    return bool(getattr(layer, "is_draft", get_flags().moe.in_speculative_scope))
+
+
+def _draft_kind(args: Any) -> str:
+    algorithm = (getattr(args, "speculative_algorithm", None) or "").lower()
+    return "dspark" if "dspark" in algorithm else "mtp" if algorithm in ("nextn", "mtp") else "spec"
+
+
+def _share_of_host() -> tuple[int, int]:
+    """This rank and all ranks among those that share the host."""
+    if not torch.distributed.is_initialized():
+        return 0, 1
+    ranks = max(1, torch.distributed.get_world_size() // (getattr(_args(), "nnodes", None) or 1))
+    return torch.distributed.get_rank() % ranks, ranks

@@ -1,0 +1,152 @@
+"""One layer's experts on the host while they arrive: what has come, what is missing, how fast it goes.
+
+The bytes themselves lie in the extension's panels; here is the ledger over them. Nothing of it is a parameter or buffer,
+so upstream never moves or post-processes it. Loaders may call from several threads.
+
+A new kind of tensor is a branch in ``LayerStore.put`` and an entry in its format's ``needs``.
+"""
+
+import logging
+import threading
+import time
+from dataclasses import dataclass
+
+import torch
+
+from sglang.srt.lk.formats import BIAS, CODES, GLOBAL, SCALES, UNUSED, ExpertFormat, FormatError
+from sglang.srt.lk.kernels import PARTS, Experts
+
+logger = logging.getLogger(__name__)
+
+GB = 1e9
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Sizes of one layer on this rank; ``width`` is the rank's share of ``width * ranks``."""
+
+    experts: int
+    hidden: int
+    width: int
+    rank: int = 0
+    ranks: int = 1
+
+    def rows(self, part: str) -> int:
+        return self.hidden if part == "down" else self.width
+
+    def columns(self, part: str) -> int:
+        return self.width if part == "down" else self.hidden
+
+
+class Progress:
+    """What all layers of this process have packed, said at most every ``every`` seconds."""
+
+    def __init__(self, every: float = 5.0):
+        self.every = every
+        self.total = 0
+        self.done = 0
+        self.began: float | None = None
+        self._said = 0.0
+        self._lock = threading.Lock()
+
+    def expect(self, size: int) -> None:
+        with self._lock:
+            self.total += size
+
+    def add(self, size: int) -> None:
+        with self._lock:
+            now = time.monotonic()
+            if self.began is None:
+                self.began = self._said = now
+            self.done += size
+            if now - self._said < self.every:
+                return
+            self._said = now
+            line = self._line(now)
+        logger.info("Hybrid MoE: %s", line)
+
+    def summary(self) -> str:
+        with self._lock:
+            return self._line(time.monotonic())
+
+    def _line(self, now: float) -> str:
+        seconds = max(now - (self.began or now), 1e-9)
+        return (
+            f"{self.done / GB:.2f} of {self.total / GB:.2f} GB of experts packed in {seconds:.1f} s, "
+            f"{self.done / GB / seconds:.2f} GB/s"
+        )
+
+
+class LayerStore:
+    """The ledger of one layer: every (expert, part, kind of tensor) that its format needs comes once."""
+
+    def __init__(
+        self, *, name: str, layer_id: int, format: ExpertFormat, experts: Experts, geometry: Geometry, bias: bool, progress: Progress
+    ):
+        self.name = name
+        self.layer_id = layer_id
+        self.format = format
+        self.experts = experts
+        self.geometry = geometry
+        self.needs = format.needs + ((BIAS,) if bias else ())
+        self.complete = False
+        self._progress = progress
+        self._here: set[tuple[int, str, str]] = set()
+        self._lock = threading.Lock()
+        progress.expect(geometry.experts * sum(self._bytes(part) for part in PARTS))
+
+    def shape(self, part: str, what: str) -> tuple[int, ...]:
+        """The shape of one checkpoint tensor of this rank, for one expert."""
+        rows, columns = self.geometry.rows(part), self.geometry.columns(part)
+        if what == CODES:
+            return rows, columns // self.format.packed
+        if what == SCALES:
+            return rows, columns // (self.format.group or columns)
+        return (rows,) if what == BIAS else ()
+
+    def put(self, expert: int, part: str, what: str, tensor: torch.Tensor) -> None:
+        """Pack one tensor of one expert, already cut to this rank; ``FormatError`` says what is wrong with it."""
+        if what == CODES:
+            _finite(self.experts.pack_codes(expert, part, self.format.codes(tensor)), tensor, "weights")
+        elif what == SCALES:
+            _finite(self.experts.pack_scales(expert, part, self.format.scales(tensor)), tensor, "scales")
+        elif what == GLOBAL:
+            if tensor.numel() != 1:
+                raise FormatError(f"the per-tensor scale has shape {list(tensor.shape)}; expected one number")
+            self.experts.set_global_scale(expert, part, self.format.multiplier(float(tensor)))
+        elif what == BIAS:
+            _finite(int((~torch.isfinite(tensor)).sum()), tensor, "biases")
+            self.experts.set_bias(expert, part, tensor)
+        if what != UNUSED:
+            self._note(expert, part, what)
+
+    def missing(self) -> list[tuple[int, str, str]]:
+        """What the format needs and the checkpoint did not bring."""
+        wanted = ((e, part, what) for e in range(self.geometry.experts) for part in PARTS for what in self.needs)
+        return [item for item in wanted if item not in self._here]
+
+    def fill_with_samples(self, seed: int) -> None:
+        """Valid random experts, for ``--load-format dummy``; all experts of a layer share their values."""
+        generator = torch.Generator().manual_seed(seed)
+        for part in PARTS:
+            for what in self.needs:
+                tensor = self.format.sample(what, self.shape(part, what), generator)
+                for expert in range(self.geometry.experts):
+                    self.put(expert, part, what, tensor)
+
+    def _note(self, expert: int, part: str, what: str) -> None:
+        key = (expert, part, what)
+        with self._lock:
+            first = key not in self._here
+            self._here.add(key)
+        if first and what == CODES:
+            self._progress.add(self._bytes(part))
+
+    def _bytes(self, part: str) -> int:
+        """Of one expert's part, packed: its share of the whole by its weights."""
+        return self.experts.bytes // (len(PARTS) * self.geometry.experts)
+
+
+def _finite(bad: int, tensor: torch.Tensor, what: str) -> None:
+    if bad:
+        raise FormatError(f"{bad} of {tensor.numel()} {what} are not valid numbers (NaN, infinite or of the wrong sign)")

@@ -1,0 +1,71 @@
+"""The native layer driven with numpy buffers: builds it from a reference layer and runs it into poisoned outputs."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import sgl_kernel_ext as ext
+
+import reference
+
+ISAS = [row["name"] for row in ext.isas() if row["supported"]]
+FORMATS = ext.formats()
+
+
+@lru_cache(maxsize=None)
+def engine(isa: str = "", threads: int = 2):
+    """One engine per instruction set and thread count; more threads than cores share them."""
+    import os
+
+    cpus = sorted(os.sched_getaffinity(0))
+    made = ext.Engine([cpus[i % len(cpus)] for i in range(threads)], isa)
+    assert not isa or made.isa == isa, "the forced instruction set is not the one that runs"
+    return made
+
+
+def build(layer: reference.Layer, isa: str = "", threads: int = 2):
+    """Packs a reference layer."""
+    a = layer.activation
+    experts = ext.Experts(
+        engine(isa, threads), layer.format, len(layer.weights), layer.hidden, layer.width, a.activation,
+        a.alpha, a.limit, a.limit_after, a.up_bias, layer.biases is not None,
+    )  # fmt: skip
+    for e, parts in enumerate(layer.weights):
+        for part, m in parts.items():
+            assert experts.pack_codes(e, part, m.codes.ctypes.data, m.codes.strides[0]) == 0
+            if m.scales is not None:
+                assert experts.pack_scales(e, part, m.scales.ctypes.data, m.scales.strides[0]) == 0
+                experts.set_global_scale(e, part, m.global_scale)
+            if layer.biases:
+                experts.set_bias(e, part, layer.biases[e][part].ctypes.data)
+    return experts
+
+
+def run(experts, x, ids, weights, scale=1.0, weight_on_input=False, out_dtype="f32") -> np.ndarray:
+    """Forward pass of bf16 patterns ``x`` [T, H] (any strides) or float32; the output starts as NaN."""
+    assert weights.dtype == np.float32 and ids.dtype in (np.int32, np.int64)
+    if out_dtype == "f32":
+        out = np.full((len(x), experts.hidden), np.nan, np.float32)
+    else:
+        out = np.full((len(x), experts.hidden), 0x7FC1, np.uint16)
+    experts.forward(
+        x.ctypes.data, x.strides[0], "bf16" if x.dtype == np.uint16 else "f32", len(x),
+        ids.ctypes.data, ids.strides[0], "i32" if ids.dtype == np.int32 else "i64",
+        weights.ctypes.data, weights.strides[0], ids.shape[1],
+        out.ctypes.data, out.strides[0], out_dtype, scale, weight_on_input,
+    )  # fmt: skip
+    return out
+
+
+def assert_bits_equal(a: np.ndarray, b: np.ndarray) -> None:
+    assert a.shape == b.shape and a.size and not np.isnan(a.astype(np.float64)).any()
+    assert (a.view(f"u{a.itemsize}") == b.view(f"u{b.itemsize}")).all()
+
+
+def assert_within(out: np.ndarray, truth: np.ndarray, bound: np.ndarray) -> None:
+    """|out - truth| <= bound everywhere; NaN never passes."""
+    assert out.shape == truth.shape and out.size
+    error = np.abs(out.astype(np.float64) - truth)
+    worst = np.nanargmax(error / bound) if not np.isnan(error).all() else 0
+    assert (error <= bound).all(), f"off by {error.flat[worst]:.3g} at {worst}, allowed {bound.flat[worst]:.3g}"

@@ -1,0 +1,152 @@
+"""The engine around the kernels: choice of instruction set, refusals, threads, idling, packing."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+import reference
+import sgl_kernel_ext as ext
+from native import FORMATS, ISAS, assert_bits_equal, build, engine, run
+
+
+def test_the_best_supported_isa_is_chosen_and_every_supported_one_can_be_forced():
+    assert ext.Engine([0]).isa == ISAS[-1]
+    for isa in ISAS:
+        assert ext.Engine([0], isa).isa == isa
+
+
+def test_an_unknown_isa_is_refused_with_the_supported_ones():
+    with pytest.raises(ValueError) as error:
+        ext.Engine([0], "avx1024")
+    assert "unknown instruction set avx1024; supported are scalar" in str(error.value)
+
+
+def test_an_unsupported_isa_is_refused_with_what_is_missing():
+    lacking = [row for row in ext.isas() if not row["supported"]]
+    for row in lacking:
+        with pytest.raises(ValueError) as error:
+            ext.Engine([0], row["name"])
+        assert f"{row['name']} is not supported by this processor" in str(error.value)
+    assert all(row["missing"] for row in lacking)
+
+
+@pytest.mark.parametrize("call, text", [
+    (lambda: ext.Engine([]), "at least one"),
+    (lambda: ext.Engine([-1]), "out of range"),
+    (lambda: ext.Engine([0], bind="socket"), "known are core, node"),
+    (lambda: ext.Engine([0], spin_us=-1), "negative"),
+    (lambda: ext.Experts(engine(), "int3", 1, 32, 32), "known are bf16, mxfp4, nvfp4"),
+    (lambda: ext.Experts(engine(), "bf16", 0, 32, 32), "must be in 1"),
+    (lambda: ext.Experts(engine(), "bf16", 1, 32, -5), "must be in 1"),
+    (lambda: ext.Experts(engine(), "bf16", 1, 32, 32, "swish"), "known are silu"),
+    (lambda: ext.Experts(engine(), "bf16", 1, 32, 32, limit=float("nan")), "finite"),
+    (lambda: ext.Experts(engine(), "bf16", 1, 32, 32).pack_codes(1, "gate", 8, 64), "outside 0..0"),
+    (lambda: ext.Experts(engine(), "bf16", 1, 32, 32).pack_codes(0, "gte", 8, 64), "known are gate, up, down"),
+    (lambda: ext.Experts(engine(), "bf16", 1, 32, 32).pack_codes(0, "gate", 0, 64), "null address"),
+    (lambda: ext.Experts(engine(), "bf16", 1, 32, 32).pack_scales(0, "gate", 8, 64), "no scales"),
+    (lambda: ext.Experts(engine(), "nvfp4", 1, 32, 32).set_global_scale(0, "gate", float("inf")), "not finite"),
+    (lambda: ext.Experts(engine(), "bf16", 1, 32, 32).set_bias(0, "gate", 8), "without bias"),
+])  # fmt: skip
+def test_bad_arguments_are_refused_by_name(call, text):
+    with pytest.raises(ValueError) as error:
+        call()
+    assert text in str(error.value)
+
+
+def test_non_finite_weights_and_scales_are_counted():
+    experts = ext.Experts(engine(), "bf16", 1, 40, 20)
+    codes = reference.to_bf16(np.ones((20, 40)))
+    codes[3, 7], codes[19, 39] = 0x7F80, 0xFFC0
+    assert experts.pack_codes(0, "gate", codes.ctypes.data, codes.strides[0]) == 2
+    nv = ext.Experts(engine(), "nvfp4", 1, 40, 20)
+    scales = np.full((20, 3), 0x38, np.uint8)
+    scales[0, 0], scales[19, 2] = 0x7F, 0xB8  # NaN, negative
+    assert nv.pack_scales(0, "up", scales.ctypes.data, scales.strides[0]) == 2
+    mx = ext.Experts(engine(), "mxfp4", 1, 40, 20)
+    scales[:] = 127
+    scales[5, 1] = 255
+    assert mx.pack_scales(0, "up", scales[:, :2].ctypes.data, scales.strides[0]) == 1
+
+
+def test_packing_from_strided_and_interleaved_rows_equals_packing_from_copies():
+    rng = np.random.default_rng(1)
+    layer = reference.random_layer("mxfp4", 1, 64, 32, rng)
+    x, ids, w = reference.to_bf16(rng.standard_normal((2, 64))), np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32)
+    plain = run(build(layer), x, ids, w)
+    gate, up = layer.weights[0]["gate"], layer.weights[0]["up"]
+    both = np.empty((64, 32), np.uint8)  # rows gate 0, up 0, gate 1, ...
+    both[0::2], both[1::2] = gate.codes, up.codes
+    gate.codes, up.codes = both[0::2], both[1::2]
+    assert_bits_equal(run(build(layer), x, ids, w), plain)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_stored_bytes_stay_within_two_percent_of_the_checkpoint(format):
+    per_weight = {"bf16": 2, "mxfp4": 0.5 + 1 / 32, "nvfp4": 0.5 + 1 / 16}[format]
+    for hidden, width in [(2048, 768), (4096, 2048), (256, 128), (7168, 2048)]:
+        assert ext.packed_bytes(format, hidden, width) <= 1.02 * 3 * hidden * width * per_weight
+
+
+def test_concurrent_packing_of_different_experts_is_safe():
+    rng = np.random.default_rng(2)
+    layer = reference.random_layer("nvfp4", 8, 64, 48, rng)
+    x, ids, w = reference.to_bf16(rng.standard_normal((4, 64))), np.arange(8, dtype=np.int32).reshape(4, 2), np.ones((4, 2), np.float32)
+    expected = run(build(layer), x, ids, w)
+    experts = ext.Experts(engine(), "nvfp4", 8, 64, 48)
+
+    def pack(e):
+        for part, m in layer.weights[e].items():
+            experts.pack_codes(e, part, m.codes.ctypes.data, m.codes.strides[0])
+            experts.pack_scales(e, part, m.scales.ctypes.data, m.scales.strides[0])
+            experts.set_global_scale(e, part, m.global_scale)
+
+    threads = [threading.Thread(target=pack, args=(e,)) for e in range(8)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join()
+    assert_bits_equal(run(experts, x, ids, w), expected)
+
+
+def test_an_idle_engine_uses_no_cpu():
+    made = ext.Engine(sorted(os.sched_getaffinity(0)) * 2)
+    layer = reference.random_layer("bf16", 2, 64, 32, np.random.default_rng(0))
+    out = run(build(layer), reference.to_bf16(np.ones((1, 64))), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32))
+    assert np.isfinite(out).all() and made.threads >= 2
+    time.sleep(0.05)  # past the spin
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.05
+
+
+def test_a_forked_child_is_told_instead_of_hanging():
+    code = """
+import os, sys, numpy as np, sgl_kernel_ext as ext
+engine = ext.Engine(sorted(os.sched_getaffinity(0)) * 2)
+experts = ext.Experts(engine, "bf16", 1, 32, 32)
+rows = np.zeros((32, 32), np.uint16)
+pid = os.fork()
+if pid == 0:
+    try:
+        experts.pack_codes(0, "gate", rows.ctypes.data, 64)
+    except RuntimeError as error:
+        assert "forked" in str(error)
+        os._exit(7)
+    os._exit(1)
+_, status = os.waitpid(pid, 0)
+assert experts.pack_codes(0, "gate", rows.ctypes.data, 64) == 0
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join(sys.path))
+    assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 7
+
+
+def test_the_probes_measure_something():
+    assert engine().read_gb_per_s(megabytes=64, seconds=0.02) > 0.1
+    assert engine().dot_gflop_per_s(seconds=0.02) > 0.1

@@ -1,0 +1,201 @@
+"""Kernels against the float64 reference, and lane instruction sets against each other, bit for bit."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import reference
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from native import FORMATS, ISAS, assert_bits_equal, assert_within, build, run
+
+# (experts, hidden, width, top_k, tokens): one group, a cut group, odd sizes, every row-count branch.
+EDGES = [
+    (4, 32, 16, 2, 1), (4, 64, 16, 1, 2), (3, 33, 17, 2, 3), (2, 127, 31, 2, 4), (2, 128, 129, 1, 5),
+    (1, 96, 80, 1, 7), (2, 160, 48, 1, 8), (1, 64, 32, 1, 9), (1, 256, 16, 1, 13), (2, 288, 33, 2, 40),
+    (1, 264, 64, 1, 257), (1, 32, 48, 1, 300),
+]  # fmt: skip
+
+
+def inputs(layer, tokens, top_k, rng, low=-1):
+    x = reference.to_bf16(rng.standard_normal((tokens, layer.hidden)))
+    ids = rng.integers(low, len(layer.weights) + (low < 0), (tokens, top_k)).astype(np.int32)
+    return x, ids, rng.random((tokens, top_k)).astype(np.float32)
+
+
+def check(layer, tokens, top_k, rng, **kwargs):
+    """Every instruction set equals the reference within the bound and the first one bit for bit."""
+    x, ids, w = inputs(layer, tokens, top_k, rng)
+    truth, bound = layer.forward(reference.bf16_to_f64(x), ids, w.astype(np.float64), **kwargs)
+    first = None
+    for isa in ISAS:
+        out = run(build(layer, isa), x, ids, w, **kwargs)
+        assert_within(out, truth, bound + np.abs(truth) * 2.0**-22)
+        first = out if first is None else first
+        assert_bits_equal(out, first)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", EDGES, ids=str)
+def test_every_lane_isa_equals_the_reference_and_each_other_on_edge_shapes(format, shape):
+    experts, hidden, width, top_k, tokens = shape
+    rng = np.random.default_rng(7)
+    check(reference.random_layer(format, experts, hidden, width, rng), tokens, top_k, rng)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    format=st.sampled_from(FORMATS), experts=st.integers(1, 5), hidden=st.integers(1, 300), width=st.integers(1, 200),
+    top_k=st.integers(1, 4), tokens=st.integers(1, 30), seed=st.integers(0, 2**32),
+)  # fmt: skip
+@example(format="nvfp4", experts=1, hidden=16, width=16, top_k=1, tokens=1, seed=0)
+@example(format="mxfp4", experts=1, hidden=1, width=1, top_k=4, tokens=1, seed=1)
+def test_every_lane_isa_equals_the_reference_on_any_shape(format, experts, hidden, width, top_k, tokens, seed):
+    rng = np.random.default_rng(seed)
+    check(reference.random_layer(format, experts, hidden, width, rng), tokens, top_k, rng)
+
+
+@pytest.mark.parametrize("activation", [
+    reference.Activation("silu"), reference.Activation("silu", limit=0.4), reference.Activation("silu", limit=0.3, limit_after=True),
+    reference.Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0), reference.Activation("gelu"),
+    reference.Activation("gelu_tanh"), reference.Activation("relu2"),
+], ids=lambda a: f"{a.activation}-{a.alpha}-{a.limit}-{a.limit_after}-{a.up_bias}")  # fmt: skip
+def test_activations_and_biases_follow_the_reference(activation):
+    rng = np.random.default_rng(3)
+    check(reference.random_layer("bf16", 4, 128, 64, rng, activation, bias=True), 6, 2, rng, scale=2.5)
+
+
+def test_a_limit_changes_large_inputs_so_that_a_dropped_limit_is_seen():
+    rng = np.random.default_rng(5)
+    layer = reference.random_layer("bf16", 2, 64, 32, rng, reference.Activation("silu", limit=10.0))
+    x, ids, w = reference.to_bf16(rng.standard_normal((3, 64)) * 50), np.zeros((3, 1), np.int32), np.ones((3, 1), np.float32)
+    truth, bound = layer.forward(reference.bf16_to_f64(x), ids, w)
+    assert_within(run(build(layer), x, ids, w), truth, bound)
+    layer.activation = reference.Activation("silu")
+    free, _ = layer.forward(reference.bf16_to_f64(x), ids, w)
+    assert np.abs(free - truth).max() > 10 * bound.max()
+
+
+def test_router_weight_on_the_input_is_not_the_weight_on_the_output():
+    rng = np.random.default_rng(11)
+    layer = reference.random_layer("bf16", 3, 64, 48, rng)
+    check(layer, 5, 1, rng, weight_on_input=True)
+    x, ids, w = inputs(layer, 4, 1, rng, low=0)
+    a, b = run(build(layer), x, ids, w, weight_on_input=True), run(build(layer), x, ids, w)
+    assert np.abs(a - b).max() > 1e-3
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_results_do_not_depend_on_the_number_of_threads(format):
+    rng = np.random.default_rng(13)
+    layer = reference.random_layer(format, 6, 192, 112, rng)
+    for tokens in (1, 3, 50):
+        x, ids, w = inputs(layer, tokens, 3, rng)
+        one = run(build(layer, threads=1), x, ids, w)
+        for threads in (2, 3, 5, 16):
+            assert_bits_equal(run(build(layer, threads=threads), x, ids, w), one)
+
+
+def test_a_token_does_not_depend_on_the_other_tokens_of_its_shape_class():
+    rng = np.random.default_rng(17)
+    layer = reference.random_layer("mxfp4", 8, 128, 64, rng)
+    x, ids, w = inputs(layer, 6, 2, rng, low=0)
+    experts = build(layer)
+    together = run(experts, x, ids, w)
+    for t in range(6):
+        assert_bits_equal(run(experts, x[t : t + 1], ids[t : t + 1], w[t : t + 1]), together[t : t + 1])
+
+
+@pytest.mark.parametrize("wide", [np.int32, np.int64])
+def test_ids_outside_the_experts_add_nothing(wide):
+    rng = np.random.default_rng(19)
+    layer = reference.random_layer("bf16", 4, 64, 32, rng)
+    experts = build(layer)
+    x, ids, w = inputs(layer, 3, 2, rng, low=0)
+    strange = np.array([-1, 4, 9, np.iinfo(np.int32).min, 2**31 - 1], wide)
+    if wide is np.int64:
+        strange = np.append(strange, [2**32, 2**40 + 1, -(2**33)])
+    for bad in strange:
+        mixed = np.concatenate([ids.astype(wide), np.full((3, 1), bad, wide)], axis=1)
+        heavy = np.concatenate([w, np.full((3, 1), 7, np.float32)], axis=1)
+        assert_bits_equal(run(experts, x, mixed, heavy), run(experts, x, ids, w))
+    assert (run(experts, x, np.full((3, 2), -1, wide), w) == 0).all()
+
+
+def test_an_empty_batch_returns_at_once():
+    layer = reference.random_layer("bf16", 2, 64, 32, np.random.default_rng(0))
+    out = run(build(layer), np.zeros((0, 64), np.uint16), np.zeros((0, 2), np.int32), np.zeros((0, 2), np.float32))
+    assert out.shape == (0, 64)
+
+
+def test_strided_views_and_other_dtypes_give_the_same_values():
+    rng = np.random.default_rng(23)
+    layer = reference.random_layer("bf16", 4, 80, 48, rng)
+    experts = build(layer)
+    x, ids, w = inputs(layer, 5, 2, rng, low=0)
+    plain = run(experts, x, ids, w)
+    wider = np.zeros((5, 96), np.uint16)
+    wider[:, :80] = x
+    assert_bits_equal(run(experts, wider[:, :80], ids, w), plain)
+    doubled = np.repeat(x, 2, axis=0)[::2]
+    assert_bits_equal(run(experts, doubled, np.repeat(ids, 2, axis=0)[::2], np.repeat(w, 2, axis=0)[::2]), plain)
+    floats = np.ascontiguousarray(reference.bf16_to_f64(x), np.float32)
+    assert_bits_equal(run(experts, floats, ids.astype(np.int64), w), plain)
+    half = run(experts, x, ids, w, out_dtype="bf16")
+    assert_bits_equal(half, reference.to_bf16(plain))
+
+
+def test_a_batch_beyond_one_pass_equals_its_parts():
+    rng = np.random.default_rng(29)
+    layer = reference.random_layer("bf16", 2, 32, 16, rng)
+    experts = build(layer)
+    x, ids, w = inputs(layer, 4096 + 300, 1, rng, low=0)
+    whole = run(experts, x, ids, w)
+    assert_bits_equal(whole[:4096], run(experts, x[:4096], ids[:4096], w[:4096]))
+    assert_bits_equal(whole[4096:], run(experts, x[4096:], ids[4096:], w[4096:]))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_nvfp4_scale_and_code_decodes_exactly(isa):
+    """One column per scale byte, one token per code position: the product must be exact in f32."""
+    scales = np.arange(0x7F, dtype=np.uint8)  # all but NaN
+    codes = np.tile(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], np.uint8), (len(scales), 1))
+    values = reference.e2m1_to_f64(codes) * reference.e4m3_to_f64(scales)[:, None]
+    check_decoding("nvfp4", isa, codes, scales[:, None], values)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_mxfp4_scale_and_code_decodes_exactly(isa):
+    """Scales whose products stay normal floats in bf16; the extremes overflow or vanish by definition."""
+    scales = np.arange(8, 248, dtype=np.uint8)
+    codes = np.tile(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, np.uint8), (len(scales), 1))
+    values = reference.e2m1_to_f64(codes) * 2.0 ** (scales.astype(np.float64) - 127)[:, None]
+    check_decoding("mxfp4", isa, codes, scales[:, None], values)
+
+
+def check_decoding(format, isa, codes, scales, values):
+    """Reads weights back through the up projection: relu2 of a gate fixed at 1 passes `up` through, and a
+    down matrix of ones on one column would mix rows, so each row is its own expert of width 1."""
+    rows, depth = values.shape
+    one = reference.random_layer("bf16", 1, 1, 1, np.random.default_rng(0))  # only for its type
+    unit = np.zeros((1, (depth + 1) // 2), np.uint8)
+    weights = []
+    for r in range(rows):
+        gate = reference.Matrix(unit, np.zeros((1, depth)), np.zeros((1, scales.shape[1]), np.uint8))
+        up = reference.Matrix(codes[r : r + 1], values[r : r + 1], scales[r : r + 1])
+        down_codes = np.full((depth, 1), 0x02, np.uint8)  # 1.0 in the only column
+        down_scale = np.full((depth, 1), 127 if format == "mxfp4" else 0x38, np.uint8)
+        down = reference.Matrix(down_codes, np.ones((depth, 1)), down_scale)
+        weights.append({"gate": gate, "up": up, "down": down})
+    # Gate bias 1 and relu2 make the gate 1, so the intermediate is `up` rounded to bf16: exact for a code.
+    biases = [{"gate": np.ones(1, np.float32), "up": np.zeros(1, np.float32), "down": np.zeros(depth, np.float32)} for _ in range(rows)]
+    layer = type(one)(format, depth, 1, weights, reference.Activation("relu2"), biases)
+    experts = build(layer, isa)
+    for tokens in (1, 9):  # gemv and gemm decode
+        for k in range(depth):
+            x = np.zeros((tokens, depth), np.uint16)
+            x[:, k] = 0x3F80
+            for r in range(0, rows, 16 if tokens > 1 else 5):
+                ids, w = np.full((tokens, 1), r, np.int32), np.ones((tokens, 1), np.float32)
+                out = run(experts, x, ids, w)
+                assert (out == np.float32(values[r, k])).all(), (r, k, out[0, 0], values[r, k])

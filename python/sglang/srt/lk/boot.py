@@ -12,7 +12,7 @@ import sys
 import zlib
 from typing import NoReturn
 
-from sglang.srt.lk import config, patches
+from sglang.srt.lk import config, install_check, patches
 from sglang.srt.lk.config import Config, ConfigError, Loaded
 
 logger = logging.getLogger(__name__)
@@ -35,6 +35,7 @@ def start() -> Config:
     _current = loaded.config
     os.environ[config.SWITCH] = str(int(loaded.config.moe_hybrid_enabled))
     if loaded.config.moe_hybrid_enabled:
+        _refuse_broken_install()
         _affinity = frozenset(os.sched_getaffinity(0))
         # Upstream would confine each rank, and with it our workers and their memory, to one NUMA node.
         os.environ.setdefault("SGLANG_AUTO_NUMA_BIND", "0")
@@ -67,8 +68,15 @@ def _machine_isas() -> tuple[str, ...]:
     return tuple(isa["name"] for isa in extension.isas() if isa["supported"])
 
 
-def _exit(error: ConfigError) -> NoReturn:
-    sys.stderr.write(f"{error}\n")
+def _refuse_broken_install() -> None:
+    problems = install_check.problems()
+    if problems:
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        _exit("\n  ".join([f"Hybrid MoE: {count} in the installation", *problems]))
+
+
+def _exit(message: object) -> NoReturn:
+    sys.stderr.write(f"{message}\n")
     raise SystemExit(2)
 
 

@@ -35,7 +35,12 @@ def problems() -> list[str]:
 def installed_package() -> Path | None:
     """The folder ``sglang`` that Python would import, wherever this file itself lies (editable: in the checkout)."""
     spec = PathFinder.find_spec("sglang", sys.path)
-    return Path(spec.origin).parent if spec is not None and spec.origin else None
+    if spec is None:
+        return None
+    if spec.origin:
+        return Path(spec.origin).parent
+    # Without its __init__.py: what is left of ours after the stock distribution was removed.
+    return next((Path(path) for path in spec.submodule_search_locations if (Path(path) / STAMP).is_file()), None)
 
 
 def _changed_files(package: Path, build: dict) -> list[str]:

@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 TIMEOUT_S = 300
@@ -38,6 +39,21 @@ class Answer:
         return self.arrivals[-1][1] - self.arrivals[0][1]
 
 
+@contextmanager
+def post(port: int, body: str) -> Iterator[http.client.HTTPResponse]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    try:
+        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        if response.status != 200:
+            raise RequestFailed(f"status {response.status}: {response.read(500).decode(errors='replace')}")
+        yield response
+    except (OSError, http.client.HTTPException) as error:
+        raise RequestFailed(f"the server on port {port} broke the connection ({error})") from error
+    finally:
+        connection.close()
+
+
 def chunks(response: http.client.HTTPResponse) -> Iterator[dict]:
     for line in response:
         if not line.startswith(b"data:"):
@@ -57,19 +73,12 @@ def generate(port: int, tokens: int, *, prompt: str | None = None, ids: list[int
     source = {"text": prompt} if ids is None else {"input_ids": ids}
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
     body = json.dumps(source | {"stream": True, "sampling_params": sampling})
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=TIMEOUT_S)
+    out, arrivals = [], []
     start = time.perf_counter()
-    try:
-        connection.request("POST", "/generate", body, {"Content-Type": "application/json"})
-        response = connection.getresponse()
-        if response.status != 200:
-            raise RequestFailed(f"status {response.status}: {response.read(500).decode(errors='replace')}")
-        out, arrivals = [], []
+    with post(port, body) as response:
         for chunk in chunks(response):
             out = chunk["output_ids"]
             arrivals.append((time.perf_counter() - start, len(out)))
-    finally:
-        connection.close()
     if len(out) != tokens:
         raise RequestFailed(f"{len(out)} tokens came back instead of {tokens}")
     return Answer(tuple(out), tuple(arrivals))
@@ -79,3 +88,16 @@ def generate_all(port: int, prompts: list[str], tokens: int, at_once: int) -> It
     """Answers in the order of the prompts, ``at_once`` requests under way."""
     with ThreadPoolExecutor(at_once) as pool:
         yield from pool.map(lambda prompt: generate(port, tokens, prompt=prompt), prompts)
+
+
+def prefill(port: int, batch: list[list[int]]) -> float:
+    """Seconds until every prompt of one batched request has its first token."""
+    sampling = {"temperature": 0, "max_new_tokens": 1, "ignore_eos": True}
+    body = json.dumps({"input_ids": batch, "sampling_params": sampling})
+    start = time.perf_counter()
+    with post(port, body) as response:
+        answers = json.loads(response.read())
+    seconds = time.perf_counter() - start
+    if len(answers) != len(batch):
+        raise RequestFailed(f"{len(answers)} answers came back for {len(batch)} prompts")
+    return seconds

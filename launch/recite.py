@@ -19,13 +19,12 @@ import numpy as np
 
 MODEL = Path(__file__).parent / "models" / "recite-moe"
 COPIED = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
-DTYPES = {"BF16": np.uint16, "U8": np.uint8, "F8_E4M3": np.uint8, "F32": np.float32}
+DTYPES = {"BF16": np.uint16, "U8": np.uint8}
 
 # e2m1: sign, two exponent bits, one mantissa bit.
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 CODES = np.array(MAGNITUDES + tuple(-m for m in MAGNITUDES), np.float32)
 MX_GROUP = 32
-NV_GROUP = 16
 
 
 @dataclass(frozen=True)
@@ -91,7 +90,36 @@ def as_bf16(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict]:
     return out, {}
 
 
-FORMS = {"bf16": as_bf16}
+# The compressed-tensors convention for MXFP4: all three supported releases choose it without asking for a device.
+MXFP4_CONFIG = {
+    "quant_method": "compressed-tensors",
+    "format": "mxfp4-pack-quantized",
+    "quantization_status": "compressed",
+    "config_groups": {
+        "group_0": {
+            "targets": ["Linear"],
+            "weights": {
+                "num_bits": 4,
+                "type": "float",
+                "strategy": "group",
+                "group_size": MX_GROUP,
+                "symmetric": True,
+                "dynamic": False,
+            },
+            "input_activations": None,
+            "output_activations": None,
+            "format": "mxfp4-pack-quantized",
+        }
+    },
+    "ignore": ["lm_head", "re:.*self_attn.*", "re:.*mlp[.]gate$"],
+}
+
+
+def as_mxfp4(tensors: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict]:
+    return tensors, {"quantization_config": MXFP4_CONFIG}
+
+
+FORMS = {"bf16": as_bf16, "mxfp4": as_mxfp4}
 
 
 def make(form: str, target: Path, source: Path = MODEL) -> None:

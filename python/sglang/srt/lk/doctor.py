@@ -75,12 +75,14 @@ def _look_at_install(report: Report):
     version = _version("sglang-lk")
     facts = {"sglang_lk": version, "upstream": version and version.rpartition(".")[0], "kernels_abi": None}
     report.facts["install"] = facts
-    for problem in install_check.problems():
+    faults = install_check.problems()
+    for problem in faults:
         report.stop(problem, "")
     try:
         ext = importlib.import_module(EXTENSION)
     except ImportError as error:
-        report.stop(f"the kernels ({EXTENSION}) do not load: {error}", "install the sglang-lk wheel that was built for this Python and machine")
+        if not any(EXTENSION in problem for problem in faults):  # a source tree: nothing is installed that could be whole
+            report.stop(f"the kernels ({EXTENSION}) do not load: {error}", "install the sglang-lk wheel that was built for this Python and machine")
         return None
     facts["kernels_abi"] = ext.ABI
     return ext

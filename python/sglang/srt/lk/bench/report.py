@@ -37,7 +37,7 @@ def opening(found: dict, style: Style) -> list[str]:
         style("dim", "ms: median call; of read: share of a plain reader just before and after; of dot: share of the dot-product peak"),
     ]
     if load > 0.25 * cores:
-        lines.append(style("yellow", f"The machine is busy (load {load:.1f}): shares stay meaningful, absolute figures do not."))
+        lines.append(style("yellow", f"Other programs compete for these cores (load {load:.1f}): do not rely on the figures."))
     return lines
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from overlay import facts, pins
 
+OUR_EXTRAS = {"bench": ["matplotlib"]}  # `sglang-lk bench kernels --plot` draws with it; serving does not
 
 def dynamic_metadata(settings: Mapping[str, object], project: Mapping[str, object]) -> dict[str, object]:
     """The fields of ``[project]`` that depend on the upstream release."""
@@ -16,7 +17,7 @@ def dynamic_metadata(settings: Mapping[str, object], project: Mapping[str, objec
         raise ValueError(f"overlay.metadata takes no settings, got {', '.join(settings)}")
     tag = pins.load().chosen()
     required, extras = requirements(facts.requires_path(tag.version).read_text(encoding="utf-8"))
-    return {"version": tag.own_version, "dependencies": required, "optional-dependencies": extras}
+    return {"version": tag.own_version, "dependencies": required, "optional-dependencies": extras | OUR_EXTRAS}
 
 
 def requirements(lines: str) -> tuple[list[str], dict[str, list[str]]]:

@@ -11,6 +11,7 @@ from overlay import facts, pins
 
 OUR_EXTRAS = {"bench": ["matplotlib"]}  # `sglang-lk bench kernels --plot` draws with it; serving does not
 
+
 def dynamic_metadata(settings: Mapping[str, object], project: Mapping[str, object]) -> dict[str, object]:
     """The fields of ``[project]`` that depend on the upstream release."""
     if settings:

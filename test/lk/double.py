@@ -19,7 +19,15 @@ class Extension:
         self.visited = []  # (layer, ids) of every call, in order
 
     def isas(self):
-        return [{"name": n, "supported": n in self.supported, "missing": [] if n in self.supported else [f"{n}_flag"], "lane": True} for n in NAMES]
+        return [
+            {
+                "name": n,
+                "supported": n in self.supported,
+                "missing": [] if n in self.supported else [f"{n}_flag"],
+                "lane": True,
+            }
+            for n in NAMES
+        ]
 
     def formats(self):
         return list(self._formats)

@@ -6,8 +6,12 @@ import struct
 
 BITS = {"BF16": 16, "F16": 16, "F32": 32, "U8": 8, "I8": 8, "I32": 32, "F8_E4M3": 8, "F8_E8M0": 8}
 CONFIG = {
-    "architectures": ["Qwen3MoeForCausalLM"], "num_hidden_layers": 2, "hidden_size": 64, "moe_intermediate_size": 32,
-    "num_experts": 4, "num_experts_per_tok": 2,
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_hidden_layers": 2,
+    "hidden_size": 64,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
 }
 H, I, E = 64, 32, 4
 
@@ -39,7 +43,9 @@ def bf16(**where):
 
 
 def mxfp4(**where):
-    return per_expert({"weight_packed": lambda r, c: ("U8", (r, c // 2)), "weight_scale": lambda r, c: ("U8", (r, c // 32))}, **where)
+    return per_expert(
+        {"weight_packed": lambda r, c: ("U8", (r, c // 2)), "weight_scale": lambda r, c: ("U8", (r, c // 32))}, **where
+    )
 
 
 def checkpoint(folder, tensors, config=None):

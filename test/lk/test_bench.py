@@ -14,8 +14,8 @@ from sglang.srt.lk.term import Style, width
 
 SMALL = Shape(64, 32, 10, 3)
 PROMISED = (
-    "isa format hidden width experts top_k rows threads seconds gb_per_s gflop_per_s read_gb_per_s read_ratio dot_ratio".split()
-)
+    "isa format hidden width experts top_k rows threads seconds gb_per_s gflop_per_s read_gb_per_s read_ratio dot_ratio"
+).split()
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +30,9 @@ def ext(monkeypatch):
 
 def small_plan(**changes):
     cpu = min(os.sched_getaffinity(0))
-    return kernels.Plan(**{"isas": ["avx2"], "formats": ["bf16"], "shapes": [SMALL], "rows": ["1"], "cpus": [cpu], "seconds": 0.01} | changes)
+    return kernels.Plan(
+        **{"isas": ["avx2"], "formats": ["bf16"], "shapes": [SMALL], "rows": ["1"], "cpus": [cpu], "seconds": 0.01} | changes
+    )
 
 
 def options(*arguments):
@@ -121,7 +123,9 @@ def test_every_expert_is_packed_once(ext):
 
 def test_the_calling_thread_is_put_on_the_first_core_and_back(ext, monkeypatch):
     before, during = os.sched_getaffinity(0), []
-    monkeypatch.setattr(double.Engine, "dot_gflop_per_s", lambda self, seconds: during.append(os.sched_getaffinity(0)) or 400.0)
+    monkeypatch.setattr(
+        double.Engine, "dot_gflop_per_s", lambda self, seconds: during.append(os.sched_getaffinity(0)) or 400.0
+    )
     list(kernels.run(ext, small_plan()))
     assert during == [{min(before)}] * 2
     assert os.sched_getaffinity(0) == before
@@ -147,18 +151,44 @@ def test_the_defaults_are_the_two_reference_shapes_with_one_row_and_128_per_expe
 
 
 def test_settings_of_the_server_hold_for_the_benchmark(ext):
-    made = plan.make(options(), {"LK_ISA": "avx2", "LK_NUMA_HUGE": "0", "LK_THREAD_BINDING": "NUMA_NODE", "LK_THREADS": "1"}, ext)
+    made = plan.make(
+        options(), {"LK_ISA": "avx2", "LK_NUMA_HUGE": "0", "LK_THREAD_BINDING": "NUMA_NODE", "LK_THREADS": "1"}, ext
+    )
     assert (made.isas, made.huge, made.bind, len(made.cpus)) == (["avx2"], False, "node", 1)
     assert plan.make(options("--isa", "all"), {}, ext).isas == list(double.NAMES)
 
 
 def test_all_wrong_options_are_said_at_once(ext):
     said = refusals(
-        ext, "--shape", "1,2,3", "--shape", "64,32,2,3", "--rows", "3/token", "--isa", "avx1024", "--format", "q4",
-        "--threads", "0", "--repeats", "3", "--seconds", "0",
+        ext,
+        "--shape",
+        "1,2,3",
+        "--shape",
+        "64,32,2,3",
+        "--rows",
+        "3/token",
+        "--isa",
+        "avx1024",
+        "--format",
+        "q4",
+        "--threads",
+        "0",
+        "--repeats",
+        "3",
+        "--seconds",
+        "0",
     )
     assert said.startswith("8 problems\n")
-    for part in ("--shape 1,2,3", "--shape 64,32,2,3", "--rows 3/token", "--isa avx1024: this machine runs scalar, avx2", "--format q4: known are bf16", "LK_THREADS", "--repeats 3", "--seconds 0"):
+    for part in (
+        "--shape 1,2,3",
+        "--shape 64,32,2,3",
+        "--rows 3/token",
+        "--isa avx1024: this machine runs scalar, avx2",
+        "--format q4: known are bf16",
+        "LK_THREADS",
+        "--repeats 3",
+        "--seconds 0",
+    ):
         assert part in said
 
 
@@ -170,7 +200,9 @@ def test_a_shape_that_a_format_cannot_hold_is_refused(ext):
 
 def test_json_holds_the_promised_fields_beside_the_machine(tmp_path, capsys):
     file = tmp_path / "a.json"
-    assert cli.main(["bench", "kernels", "--shape", "64,32,10,3", "--rows", "1", "--seconds", "0.01", "--json", str(file)]) == 0
+    assert (
+        cli.main(["bench", "kernels", "--shape", "64,32,10,3", "--rows", "1", "--seconds", "0.01", "--json", str(file)]) == 0
+    )
     stored = json.loads(file.read_text())
     assert len(stored["rows"]) == 3
     for row in stored["rows"]:
@@ -187,7 +219,18 @@ def test_columns_stand_under_their_headings(ext):
 
 
 def result(path, **changes):
-    row = {"hidden": 1, "width": 2, "experts": 3, "top_k": 1, "format": "bf16", "isa": "avx2", "rows": 1, "threads": 2, "read_ratio": 0.8, "dot_ratio": 0.1}
+    row = {
+        "hidden": 1,
+        "width": 2,
+        "experts": 3,
+        "top_k": 1,
+        "format": "bf16",
+        "isa": "avx2",
+        "rows": 1,
+        "threads": 2,
+        "read_ratio": 0.8,
+        "dot_ratio": 0.1,
+    }
     path.write_text(json.dumps({"machine": {}, "rows": [row | changes]}))
     return str(path)
 

@@ -15,10 +15,16 @@ def test_every_kernel_of_this_machine_can_be_measured(monkeypatch):
     monkeypatch.setattr(kernels, "cache_bytes", lambda cpus: 1 << 20)
     isas = [isa["name"] for isa in ext.isas() if isa["supported"]]
     plan = kernels.Plan(
-        isas=isas, formats=ext.formats(), shapes=[Shape(128, 96, 8, 2)], rows=["1", "16/expert"],
-        cpus=sorted(os.sched_getaffinity(0))[:2], seconds=0.001,
+        isas=isas,
+        formats=ext.formats(),
+        shapes=[Shape(128, 96, 8, 2)],
+        rows=["1", "16/expert"],
+        cpus=sorted(os.sched_getaffinity(0))[:2],
+        seconds=0.001,
     )
     rows = list(kernels.run(ext, plan))
-    assert [(row.isa, row.format, row.rows) for row in rows] == [(i, f, n) for i in isas for f in ext.formats() for n in (1, 64)]
+    assert [(row.isa, row.format, row.rows) for row in rows] == [
+        (i, f, n) for i in isas for f in ext.formats() for n in (1, 64)
+    ]
     assert all(row.seconds > 0 and row.read_ratio > 0 and row.dot_ratio > 0 for row in rows)
     assert all(1 <= row.stored_bytes_ratio < 1.6 for row in rows)  # 96 columns are padded to the group

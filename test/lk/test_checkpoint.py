@@ -9,7 +9,9 @@ from sglang.srt.lk import checkpoint
 
 
 def packed(scale, group, kind="weight_packed", scale_kind="weight_scale", codes="U8", **where):
-    return headers.per_expert({kind: lambda r, c: (codes, (r, c // 2)), scale_kind: lambda r, c: (scale, (r, c // group))}, **where)
+    return headers.per_expert(
+        {kind: lambda r, c: (codes, (r, c // 2)), scale_kind: lambda r, c: (scale, (r, c // group))}, **where
+    )
 
 
 MIXTRAL = {"prefix": "model.layers.{}.block_sparse_moe.experts.", "names": ("w1", "w3", "w2")}
@@ -26,18 +28,39 @@ SPELLINGS = {
     "bf16 as w1, w2, w3": ("bf16", headers.bf16(**MIXTRAL)),
     "f16": ("f16", headers.per_expert({"weight": lambda r, c: ("F16", (r, c))})),
     "bf16 stacked": ("bf16", stacked({"gate_up_proj": ("BF16", (E, 2 * I, H)), "down_proj": ("BF16", (E, H, I))})),
-    "bf16 stacked the other way": ("bf16", stacked({"gate_up_proj": ("BF16", (E, H, 2 * I)), "down_proj": ("BF16", (E, I, H))})),
+    "bf16 stacked the other way": (
+        "bf16",
+        stacked({"gate_up_proj": ("BF16", (E, H, 2 * I)), "down_proj": ("BF16", (E, I, H))}),
+    ),
     "mxfp4 of compressed-tensors": ("mxfp4", headers.mxfp4()),
     "mxfp4 of DeepSeek": ("mxfp4", packed("F8_E8M0", 32, "weight", "scale", "I8", **DEEPSEEK)),
-    "mxfp4 stacked in blocks": ("mxfp4", stacked({
-        "gate_up_proj_blocks": ("U8", (E, 2 * I, H // 32, 16)), "gate_up_proj_scales": ("U8", (E, 2 * I, H // 32)),
-        "gate_up_proj_bias": ("BF16", (E, 2 * I)), "down_proj_blocks": ("U8", (E, H, I // 32, 16)),
-        "down_proj_scales": ("U8", (E, H, I // 32)), "down_proj_bias": ("BF16", (E, H))})),
+    "mxfp4 stacked in blocks": (
+        "mxfp4",
+        stacked(
+            {
+                "gate_up_proj_blocks": ("U8", (E, 2 * I, H // 32, 16)),
+                "gate_up_proj_scales": ("U8", (E, 2 * I, H // 32)),
+                "gate_up_proj_bias": ("BF16", (E, 2 * I)),
+                "down_proj_blocks": ("U8", (E, H, I // 32, 16)),
+                "down_proj_scales": ("U8", (E, H, I // 32)),
+                "down_proj_bias": ("BF16", (E, H)),
+            }
+        ),
+    ),
     "nvfp4 of compressed-tensors": ("nvfp4", packed("F8_E4M3", 16)),
     "nvfp4 of ModelOpt": ("nvfp4", packed("F8_E4M3", 16, "weight")),
-    "fp8 in blocks": ("fp8", headers.per_expert({"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale_inv": lambda r, c: ("F32", (1, 1))})),
-    "mxfp8": ("mxfp8", headers.per_expert({"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale": lambda r, c: ("U8", (r, c // 32))})),
-    "int4 of AWQ": ("int4", headers.per_expert({"qweight": lambda r, c: ("I32", (c, r // 8)), "scales": lambda r, c: ("F16", (1, r))})),
+    "fp8 in blocks": (
+        "fp8",
+        headers.per_expert({"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale_inv": lambda r, c: ("F32", (1, 1))}),
+    ),
+    "mxfp8": (
+        "mxfp8",
+        headers.per_expert({"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale": lambda r, c: ("U8", (r, c // 32))}),
+    ),
+    "int4 of AWQ": (
+        "int4",
+        headers.per_expert({"qweight": lambda r, c: ("I32", (c, r // 8)), "scales": lambda r, c: ("F16", (1, r))}),
+    ),
 }
 
 
@@ -47,7 +70,9 @@ def test_every_spelling_of_experts_is_recognised(tmp_path, spelling):
     found = checkpoint.read(headers.checkpoint(tmp_path / "m", tensors))
     assert found.problems == []
     assert [(x.layer_id, x.draft, x.format, x.experts, x.hidden, x.width, x.missing) for x in found.layers] == [
-        (0, None, fmt, E, H, I, ()), (1, None, fmt, E, H, I, ())]
+        (0, None, fmt, E, H, I, ()),
+        (1, None, fmt, E, H, I, ()),
+    ]
     assert found.other_bytes == 100 * H * 2
 
 
@@ -57,18 +82,30 @@ def test_bytes_of_experts_are_those_of_their_tensors(tmp_path):
 
 
 def test_shared_experts_and_routers_are_no_routed_experts(tmp_path):
-    more = {f"model.layers.0.mlp.{name}.weight": ("BF16", (2, H)) for name in ("gate", "shared_expert.gate_proj", "shared_experts.up_proj")}
+    more = {
+        f"model.layers.0.mlp.{name}.weight": ("BF16", (2, H))
+        for name in ("gate", "shared_expert.gate_proj", "shared_experts.up_proj")
+    }
     found = checkpoint.read(headers.checkpoint(tmp_path / "m", {**headers.bf16(), **more}))
     assert len(found.layers) == 2
     assert found.other_bytes == (100 + 3 * 2) * H * 2
 
 
 def test_draft_layers_are_told_from_the_main_model(tmp_path):
-    tensors = {**headers.mxfp4(), **headers.bf16(layers=(0,), prefix="mtp.layers.{}.mlp.experts."), **headers.bf16(layers=(2,)),
-               **headers.bf16(layers=(1,), prefix="stages.{}.ffn.experts.")}
+    tensors = {
+        **headers.mxfp4(),
+        **headers.bf16(layers=(0,), prefix="mtp.layers.{}.mlp.experts."),
+        **headers.bf16(layers=(2,)),
+        **headers.bf16(layers=(1,), prefix="stages.{}.ffn.experts."),
+    }
     found = checkpoint.read(headers.checkpoint(tmp_path / "m", tensors))
     assert [(x.draft, x.layer_id, x.format) for x in found.layers] == [
-        (None, 0, "mxfp4"), (None, 1, "mxfp4"), ("dspark", 1, "bf16"), ("mtp", 0, "bf16"), ("mtp", 2, "bf16")]
+        (None, 0, "mxfp4"),
+        (None, 1, "mxfp4"),
+        ("dspark", 1, "bf16"),
+        ("mtp", 0, "bf16"),
+        ("mtp", 2, "bf16"),
+    ]
 
 
 def test_layers_may_differ_in_format_and_a_mixed_layer_says_so(tmp_path):
@@ -88,7 +125,9 @@ def test_missing_expert_tensors_are_named(tmp_path):
 def test_a_nested_text_model_is_read(tmp_path):
     folder = headers.checkpoint(tmp_path / "m", headers.bf16(prefix="model.language_model.layers.{}.mlp.experts."))
     nested = {key: headers.CONFIG[key] for key in headers.CONFIG if key != "architectures"}
-    (folder / "config.json").write_text(json.dumps({"architectures": ["X"], "text_config": {**nested, "num_experts_per_tok": 3}}))
+    (folder / "config.json").write_text(
+        json.dumps({"architectures": ["X"], "text_config": {**nested, "num_experts_per_tok": 3}})
+    )
     found = checkpoint.read(folder)
     assert (found.architecture, found.top_k, found.declared_experts, len(found.layers)) == ("X", 3, E, 2)
 
@@ -114,7 +153,14 @@ def test_a_file_of_the_wrong_length_is_named(tmp_path, cut, said):
     assert problem == f"model.safetensors has {len(data) - cut} bytes instead of {len(data)}: {said}"
 
 
-@pytest.mark.parametrize("data, said", [(b"", "cut off in its header"), (b"\xff" * 64, "cut off in its header"), (b"\x02" + bytes(7) + b"{]", "damaged header")])
+@pytest.mark.parametrize(
+    "data, said",
+    [
+        (b"", "cut off in its header"),
+        (b"\xff" * 64, "cut off in its header"),
+        (b"\x02" + bytes(7) + b"{]", "damaged header"),
+    ],
+)
 def test_a_file_that_is_no_safetensors_is_named(tmp_path, data, said):
     folder = headers.checkpoint(tmp_path / "m", headers.bf16())
     (folder / "model.safetensors").write_bytes(data)
@@ -123,7 +169,9 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path, data, said):
 
 
 def test_what_is_no_checkpoint_is_refused_with_what_to_give(tmp_path):
-    assert refusal(tmp_path / "none").endswith("is not a folder; give the folder that holds config.json and the safetensors files")
+    assert refusal(tmp_path / "none").endswith(
+        "is not a folder; give the folder that holds config.json and the safetensors files"
+    )
     assert "holds no readable config.json; give" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{")
     assert "config.json is not JSON" in refusal(tmp_path)

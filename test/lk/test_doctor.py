@@ -100,7 +100,10 @@ def test_huge_pages_that_are_off_come_with_the_command_that_turns_them_on(tmp_pa
     switch.write_text("always madvise [never]\n")
     report = examine(root=tmp_path)
     (problem,) = report.problems
-    assert (problem.stops, problem.remedy) == (False, "as root on the host: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled")
+    assert (problem.stops, problem.remedy) == (
+        False,
+        "as root on the host: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled",
+    )
     assert examine(environ={"LK_NUMA_HUGE": "0"}, root=tmp_path).problems == []
 
 
@@ -110,7 +113,9 @@ def test_a_model_is_planned_layer_by_layer(tmp_path, ext):
     model = report.facts["model"]
     assert stops(report) == []
     assert [(row["layer_id"], row["role"], row["format"], row["host_bytes"]) for row in model["layers"]] == [
-        (0, "cpu", "mxfp4", 4 * ext.packed_bytes("mxfp4", 64, 32)), (1, "cpu", "bf16", 4 * ext.packed_bytes("bf16", 64, 32))]
+        (0, "cpu", "mxfp4", 4 * ext.packed_bytes("mxfp4", 64, 32)),
+        (1, "cpu", "bf16", 4 * ext.packed_bytes("bf16", 64, 32)),
+    ]
     size = (folder / "model.safetensors").stat().st_size
     assert model["needed_bytes"] == model["host_bytes"] + 100 * 64 * 2 + size
     assert model["fits"]
@@ -171,7 +176,9 @@ def test_colour_changes_no_word(tmp_path):
     from sglang.srt.lk import term
 
     coloured = doctor_text.render(report, Style(colour=True))
-    assert [term._ESCAPE.sub("", line).rstrip() for line in coloured] == [line.rstrip() for line in doctor_text.render(report, PLAIN)]
+    assert [term._ESCAPE.sub("", line).rstrip() for line in coloured] == [
+        line.rstrip() for line in doctor_text.render(report, PLAIN)
+    ]
     assert any("\x1b[" in line for line in coloured)
 
 

@@ -56,10 +56,14 @@ def host(monkeypatch):
 def test_cards_are_listed_with_free_memory_and_the_library_is_left_again(host):
     nvml = Nvml()
     host(libnvidia_ml=nvml, libcuda=object())
-    assert machine.gpus() == machine.Gpus("600.10", True, [
-        {"index": 0, "name": "Card A", "compute": "9.0", "total_bytes": 80 << 30, "free_bytes": 79 << 30},
-        {"index": 1, "name": "Card B", "compute": "12.1", "total_bytes": None, "free_bytes": None},
-    ])
+    assert machine.gpus() == machine.Gpus(
+        "600.10",
+        True,
+        [
+            {"index": 0, "name": "Card A", "compute": "9.0", "total_bytes": 80 << 30, "free_bytes": 79 << 30},
+            {"index": 1, "name": "Card B", "compute": "12.1", "total_bytes": None, "free_bytes": None},
+        ],
+    )
     assert nvml.ended
 
 
@@ -87,7 +91,9 @@ def test_each_cache_counts_once(tmp_path):
     assert machine.l3_bytes([7], tmp_path) is None
 
 
-@pytest.mark.parametrize("text, mode", [("always [madvise] never\n", "madvise"), ("always madvise [never]\n", "never"), (None, None)])
+@pytest.mark.parametrize(
+    "text, mode", [("always [madvise] never\n", "madvise"), ("always madvise [never]\n", "never"), (None, None)]
+)
 def test_the_mode_of_huge_pages_is_read(tmp_path, text, mode):
     if text:
         file = tmp_path / machine.HugePages.switch.lstrip("/")
@@ -99,3 +105,16 @@ def test_the_mode_of_huge_pages_is_read(tmp_path, text, mode):
 def test_the_probe_of_huge_pages_returns_a_share_or_nothing():
     granted = machine.huge_pages().granted
     assert granted is None or 0 <= granted <= 1
+
+
+def test_cpus_that_others_use_count_as_busy(monkeypatch):
+    readings = iter(
+        [
+            "cpu  0 0 0 0 0 0 0 0 0 0\ncpu0 10 0 0 90 0 0 0 0 0 0\ncpu1 0 0 0 0 0 0 0 0 0 0\n",
+            "cpu  9 9 9 9 9 9 9 9 9 9\ncpu0 11 0 1 95 1 0 0 2 0 0\ncpu1 50 0 0 0 0 0 0 0 0 0\n",
+        ]
+    )
+    monkeypatch.setattr(machine, "_text", lambda path: next(readings))
+    assert machine.busy([0], seconds=0) == 0.4  # 1 user, 1 system and 2 stolen of 10 ticks
+    monkeypatch.setattr(machine, "_text", lambda path: None)
+    assert machine.busy([0], seconds=0) is None

@@ -98,7 +98,9 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], str | None]:
     }
     wanted = 8 + length + max((item["data_offsets"][1] for item in header.values()), default=0)
     if size != wanted:
-        return tensors, f"{file.name} has {size} bytes instead of {wanted}: " + ("it is cut off" if size < wanted else "something was appended")
+        return tensors, f"{file.name} has {size} bytes instead of {wanted}: " + (
+            "it is cut off" if size < wanted else "something was appended"
+        )
     return tensors, None
 
 
@@ -112,7 +114,9 @@ def _config(path: Path) -> dict:
         raise CheckpointError(f"{path} holds no readable config.json; give a checkpoint's own folder") from error
     except ValueError as error:
         raise CheckpointError(f"{path}/config.json is not JSON ({error}); fetch the file again") from error
-    nested = next((config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), {})
+    nested = next(
+        (config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), {}
+    )
     return {**config, **{key: value for key, value in nested.items() if key != "architectures"}}
 
 
@@ -132,7 +136,9 @@ def _files(path: Path, problems: list[str]) -> list[Path]:
             listed = set()
         missing = sorted(listed - present.keys())
         if missing:
-            problems.append(f"{len(missing)} of {len(listed)} shards are missing: {', '.join(missing[:4])}{' …' if missing[4:] else ''}")
+            problems.append(
+                f"{len(missing)} of {len(listed)} shards are missing: {', '.join(missing[:4])}{' …' if missing[4:] else ''}"
+            )
         if listed:
             present = {name: file for name, file in present.items() if name in listed}
     elif not present:
@@ -144,7 +150,16 @@ def _files(path: Path, problems: list[str]) -> list[Path]:
 _LAYER = r"^(?P<before>.*?)\b(?P<list>layers|stages|blocks|h)\.(?P<layer>\d+)\.(?P<between>.*?)\bexperts\."
 _PART = re.compile(_LAYER + r"(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<kind>\w+)$")
 _FUSED = re.compile(_LAYER + r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)[._]?(?P<kind>\w*)$")
-_SAME = {"w1": "gate", "w3": "up", "w2": "down", "gate_proj": "gate", "up_proj": "up", "down_proj": "down", "gate_up_proj": "gate_up", "w13": "gate_up"}
+_SAME = {
+    "w1": "gate",
+    "w3": "up",
+    "w2": "down",
+    "gate_proj": "gate",
+    "up_proj": "up",
+    "down_proj": "down",
+    "gate_up_proj": "gate_up",
+    "w13": "gate_up",
+}
 _CODES = ("weight", "weight_packed", "qweight", "blocks", "")  # the tensor that holds the weights themselves
 
 
@@ -186,7 +201,12 @@ class _Group:
         width = rows // 2 if part == "gate_up" else rows
         experts = count if fused else len({expert for expert, _ in self.tensors})
         return MoeLayer(
-            layer_id=key[1], draft=key[0] or None, experts=experts, hidden=columns, width=width, bytes=self.bytes,
+            layer_id=key[1],
+            draft=key[0] or None,
+            experts=experts,
+            hidden=columns,
+            width=width,
+            bytes=self.bytes,
             format=formats[0] if len(formats) == 1 else "mixed: " + ", ".join(formats),
             missing=() if fused else self._missing(declared or experts),
         )
@@ -215,15 +235,15 @@ def _format(kinds: dict[str, Tensor]) -> str:
             return "f32"
         case "F16", None:
             return "f16"
-        case ("U8" | "I8" | "F4"), ("U8" | "F8_E8M0"):
+        case (("U8" | "I8" | "F4"), ("U8" | "F8_E8M0")):
             return "mxfp4"
-        case ("U8" | "I8" | "F4"), "F8_E4M3":
+        case (("U8" | "I8" | "F4"), "F8_E4M3"):
             return "nvfp4"
         case "F8_E4M3", ("U8" | "F8_E8M0"):
             return "mxfp8"
         case "F8_E4M3", _:
             return "fp8"
-        case ("I32" | "I64"), _:
+        case (("I32" | "I64"), _):
             return "int4"
         case "I8", _:
             return "int8"

@@ -31,10 +31,14 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    top = argparse.ArgumentParser(prog="sglang-lk", description="Look at a machine and at the CPU expert kernels; serves nothing.")
+    top = argparse.ArgumentParser(
+        prog="sglang-lk", description="Look at a machine and at the CPU expert kernels; serves nothing."
+    )
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
     _add_doctor(commands)
-    bench = commands.add_parser("bench", help="measure, and compare measurements", description="Measure, and compare measurements.")
+    bench = commands.add_parser(
+        "bench", help="measure, and compare measurements", description="Measure, and compare measurements."
+    )
     measures = bench.add_subparsers(title="what", metavar="WHAT", required=True)
     _add_kernels(measures)
     _add_compare(measures)
@@ -43,12 +47,21 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_doctor(commands) -> None:
     doctor = commands.add_parser(
-        "doctor", help="say what this machine offers and what would stop serving",
+        "doctor",
+        help="say what this machine offers and what would stop serving",
         description="Say what this machine offers, which role each layer of a model would get, and what would stop serving, "
         "with remedies. Starts nothing. Exit status 1 if something would stop serving.",
     )
-    doctor.add_argument("model", nargs="?", type=Path, metavar="MODEL_DIR", help="checkpoint to plan (config.json and headers are read, no weights)")
-    doctor.add_argument("--device", choices=("cpu", "cuda"), help="what the server will run on (default: cuda where a card is, else cpu)")
+    doctor.add_argument(
+        "model",
+        nargs="?",
+        type=Path,
+        metavar="MODEL_DIR",
+        help="checkpoint to plan (config.json and headers are read, no weights)",
+    )
+    doctor.add_argument(
+        "--device", choices=("cpu", "cuda"), help="what the server will run on (default: cuda where a card is, else cpu)"
+    )
     doctor.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     doctor.add_argument("--no-bandwidth", action="store_true", help="skip the second of reading memory")
     doctor.set_defaults(run=_doctor)
@@ -56,15 +69,26 @@ def _add_doctor(commands) -> None:
 
 def _add_kernels(measures) -> None:
     kernels = measures.add_parser(
-        "kernels", help="time expert calls against this machine's memory and dot-product peak",
-        description="Time complete expert calls for every shape, format and number of rows, each between two looks at the machine: "
-        "a plain memory reader (2 MB pages) and the dot-product peak. Options marked + may be repeated.",
+        "kernels",
+        help="time expert calls against this machine's memory and dot-product peak",
+        description="Time complete expert calls for every shape, format and number of rows, each between two looks at "
+        "the machine: a plain memory reader (2 MB pages) and the dot-product peak. Options marked + may be repeated.",
     )
     add = kernels.add_argument
-    add("--shape", action="append", metavar="H,I,E,K", help="+ hidden, width, experts, experts per token (default: 2048,768,128,8 and 4096,2048,32,6)")
+    add(
+        "--shape",
+        action="append",
+        metavar="H,I,E,K",
+        help="+ hidden, width, experts, experts per token (default: 2048,768,128,8 and 4096,2048,32,6)",
+    )
     add("--format", action="append", metavar="NAME", help="+ weight format (default: all that the extension has)")
     add("--isa", action="append", metavar="NAME", help="+ instruction set, or all (default: LK_ISA, else the best)")
-    add("--rows", action="append", metavar="N", help="+ tokens in the batch, as 1, or rows for each expert, as 128/expert (default: these two)")
+    add(
+        "--rows",
+        action="append",
+        metavar="N",
+        help="+ tokens in the batch, as 1, or rows for each expert, as 128/expert (default: these two)",
+    )
     add("--threads", type=int, metavar="N", help="worker threads (default: LK_THREADS, else every usable core)")
     add("--seconds", type=float, default=1.0, metavar="S", help="least time spent on one case (default: 1)")
     add("--repeats", type=int, default=7, metavar="N", help="batches of calls whose median counts, at least 7 (default: 7)")
@@ -75,13 +99,16 @@ def _add_kernels(measures) -> None:
 
 def _add_compare(measures) -> None:
     compare = measures.add_parser(
-        "compare", help="compare two results of bench kernels --json",
+        "compare",
+        help="compare two results of bench kernels --json",
         description="Compare the cases that two results of bench kernels --json share, by their share of the machine. "
         "Exit status 1 if one fell by more than the tolerance.",
     )
     compare.add_argument("first", type=Path, metavar="A.json")
     compare.add_argument("second", type=Path, metavar="B.json")
-    compare.add_argument("--tolerance", type=float, default=0.1, metavar="X", help="fall of the share that counts as slower (default: 0.1)")
+    compare.add_argument(
+        "--tolerance", type=float, default=0.1, metavar="X", help="fall of the share that counts as slower (default: 0.1)"
+    )
     compare.set_defaults(run=_compare)
 
 
@@ -120,7 +147,9 @@ def _extension():
     try:
         import sgl_kernel_ext
     except ImportError as error:
-        raise ValueError(f"the kernels (sgl_kernel_ext) cannot be imported: {error}; install the sglang-lk wheel for this Python") from error
+        raise ValueError(
+            f"the kernels (sgl_kernel_ext) cannot be imported: {error}; install the sglang-lk wheel for this Python"
+        ) from error
     return sgl_kernel_ext
 
 
@@ -134,7 +163,29 @@ def _compare(arguments: argparse.Namespace) -> int:
         h, i, e, k, fmt, isa, batch, _ = change.key
         worse = change.ratio < 1 - arguments.tolerance
         slower += worse
-        mark = style("red", "slower") if worse else style("green", "faster") if change.ratio > 1 + arguments.tolerance else ""
-        rows.append([f"{h},{i},{e},{k}", fmt, isa, str(batch), change.limit, f"{change.before:.0%}", f"{change.after:.0%}", f"{change.ratio:.2f}", mark])
-    write("\n".join([*table(rows, "<<<><>>><"), "", f"{len(changes)} cases compared, {slower} slower by more than {arguments.tolerance:.0%}"]))
+        mark = (
+            style("red", "slower") if worse else style("green", "faster") if change.ratio > 1 + arguments.tolerance else ""
+        )
+        rows.append(
+            [
+                f"{h},{i},{e},{k}",
+                fmt,
+                isa,
+                str(batch),
+                change.limit,
+                f"{change.before:.0%}",
+                f"{change.after:.0%}",
+                f"{change.ratio:.2f}",
+                mark,
+            ]
+        )
+    write(
+        "\n".join(
+            [
+                *table(rows, "<<<><>>><"),
+                "",
+                f"{len(changes)} cases compared, {slower} slower by more than {arguments.tolerance:.0%}",
+            ]
+        )
+    )
     return 1 if slower else 0

@@ -50,7 +50,12 @@ class Report:
 
 
 def examine(
-    model: Path | None, environ: Mapping[str, str], *, device: str | None = None, bandwidth: bool = True, root: Path = machine.ROOT
+    model: Path | None,
+    environ: Mapping[str, str],
+    *,
+    device: str | None = None,
+    bandwidth: bool = True,
+    root: Path = machine.ROOT,
 ) -> Report:
     """The whole report. ``environ`` is checked as if the switch were on; ``device`` is the server's, by default cuda
     where a card is and cpu elsewhere; ``root`` shows another machine to tests."""
@@ -82,7 +87,10 @@ def _look_at_install(report: Report):
         ext = importlib.import_module(EXTENSION)
     except ImportError as error:
         if not any(EXTENSION in problem for problem in faults):  # a source tree: nothing is installed that could be whole
-            report.stop(f"the kernels ({EXTENSION}) do not load: {error}", "install the sglang-lk wheel that was built for this Python and machine")
+            report.stop(
+                f"the kernels ({EXTENSION}) do not load: {error}",
+                "install the sglang-lk wheel that was built for this Python and machine",
+            )
         return None
     facts["kernels_abi"] = ext.ABI
     return ext
@@ -98,7 +106,11 @@ def _version(distribution: str) -> str | None:
 def _look_at_settings(report: Report, environ: Mapping[str, str], ext) -> config.Config:
     """Checks LK_* as a server would with the switch on. On problems the rest of the report uses the defaults."""
     switch = environ.get(config.SWITCH, "").strip()
-    facts = {"switch": switch or "0", "set": {k: v for k, v in sorted(environ.items()) if k.startswith(("LK_", "LVLLM_"))}, "notes": []}
+    facts = {
+        "switch": switch or "0",
+        "set": {k: v for k, v in sorted(environ.items()) if k.startswith(("LK_", "LVLLM_"))},
+        "notes": [],
+    }
     report.facts["settings"] = facts
     try:
         loaded = config.read({**environ, config.SWITCH: switch if switch not in ("", "0") else "1"}, isas=lambda: _isas(ext))
@@ -119,11 +131,16 @@ def _look_at_cpu(report: Report, ext, settings: config.Config, root: Path) -> li
     for line in found.warnings:
         report.warn(line, "set LK_THREADS to that or unset it")
     report.facts["cpu"] = {
-        **machine.system(), "brand": ext.cpu()["brand"] if ext else None, "cpus": found.cpus, "why": list(found.why),
-        "isa": settings.isa or (_isas(ext)[-1] if ext else None), "isa_forced": settings.isa is not None,
+        **machine.system(),
+        "brand": ext.cpu()["brand"] if ext else None,
+        "cpus": found.cpus,
+        "why": list(found.why),
+        "isa": settings.isa or (_isas(ext)[-1] if ext else None),
+        "isa_forced": settings.isa is not None,
         "isas": ext.isas() if ext else [],
-        "numa_nodes": len(set(found.nodes)), "l3_bytes": machine.l3_bytes(found.cpus, root),
-        "load_average": machine.load_average(),
+        "numa_nodes": len(set(found.nodes)),
+        "l3_bytes": machine.l3_bytes(found.cpus, root),
+        "busy": machine.busy(found.cpus),
     }
     return found.cpus
 
@@ -131,13 +148,20 @@ def _look_at_cpu(report: Report, ext, settings: config.Config, root: Path) -> li
 def _look_at_memory(report: Report, root: Path, settings: config.Config) -> None:
     memory, huge = cpus.memory(root), machine.huge_pages(root)
     report.facts["memory"] = {
-        "total_bytes": memory.total, "available_bytes": memory.available, "why": memory.why, "read_gb_per_s": None, "huge_pages": huge.mode, "huge_pages_granted": huge.granted,
+        "total_bytes": memory.total,
+        "available_bytes": memory.available,
+        "why": memory.why,
+        "read_gb_per_s": None,
+        "huge_pages": huge.mode,
+        "huge_pages_granted": huge.granted,
         "huge_pages_wanted": settings.numa_huge,
     }
     if not settings.numa_huge:
         return
     if huge.mode is None or huge.mode == "never":
-        report.warn("2 MB pages are off, so experts are read 20 to 40 % slower", f"as root on the host: echo madvise > {huge.switch}")
+        report.warn(
+            "2 MB pages are off, so experts are read 20 to 40 % slower", f"as root on the host: echo madvise > {huge.switch}"
+        )
     elif huge.granted is not None and huge.granted < 0.9:
         report.warn(
             f"only {huge.granted:.0%} of a test block came in 2 MB pages: memory is fragmented or short",
@@ -149,7 +173,10 @@ def _look_at_gpus(report: Report) -> None:
     found = machine.gpus()
     report.facts["gpu"] = asdict(found)
     if found.trouble:
-        report.warn(found.trouble, "load or restart the NVIDIA driver, or serve on the CPU: SGLANG_USE_CPU_ENGINE=1 sglang serve --device cpu")
+        report.warn(
+            found.trouble,
+            "load or restart the NVIDIA driver, or serve on the CPU: SGLANG_USE_CPU_ENGINE=1 sglang serve --device cpu",
+        )
 
 
 def _read_bandwidth(ext, usable: list[int], settings: config.Config) -> float:
@@ -174,14 +201,25 @@ def _look_at_model(report: Report, path: Path, device: str, settings: config.Con
         for problem in error.problems:
             report.stop(problem, "")
     rows = [
-        {**asdict(layer), "role": (role := roles.role_of(facts, settings, device=device)).value, "host_bytes": _host_bytes(layer, role, ext, served)}
+        {
+            **asdict(layer),
+            "role": (role := roles.role_of(facts, settings, device=device)).value,
+            "host_bytes": _host_bytes(layer, role, ext, served),
+        }
         for layer, facts in zip(found.layers, layers)
     ]
     host = sum(row["host_bytes"] for row in rows if not row["draft"])
     report.facts["model"] = {
-        "path": str(path), "architecture": found.architecture, "top_k": found.top_k, "device": device, "layers": rows,
-        "expert_bytes": sum(layer.bytes for layer in found.layers), "other_bytes": found.other_bytes, "host_bytes": host,
-        "draft_host_bytes": sum(row["host_bytes"] for row in rows if row["draft"]), "largest_file_bytes": found.largest_file,
+        "path": str(path),
+        "architecture": found.architecture,
+        "top_k": found.top_k,
+        "device": device,
+        "layers": rows,
+        "expert_bytes": sum(layer.bytes for layer in found.layers),
+        "other_bytes": found.other_bytes,
+        "host_bytes": host,
+        "draft_host_bytes": sum(row["host_bytes"] for row in rows if row["draft"]),
+        "largest_file_bytes": found.largest_file,
         "needed_bytes": host + found.largest_file + (found.other_bytes if device == "cpu" else 0),
     }
     _check_fit(report)
@@ -204,8 +242,12 @@ def _for_roles(layer: checkpoint.MoeLayer, served: list[str]) -> roles.Layer:
     if PACKED_AS.get(layer.format, layer.format) not in served:
         refusal = f"{layer.format} experts are not served on the CPU; supported are {', '.join(served)}"
     return roles.Layer(
-        layer_id=layer.layer_id, is_draft=layer.draft is not None, format=layer.format, bytes=layer.bytes,
-        draft=layer.draft or "spec", refusal=refusal,
+        layer_id=layer.layer_id,
+        is_draft=layer.draft is not None,
+        format=layer.format,
+        bytes=layer.bytes,
+        draft=layer.draft or "spec",
+        refusal=refusal,
     )
 
 
@@ -214,7 +256,11 @@ def _host_bytes(layer: checkpoint.MoeLayer, role: roles.Role, ext, served: list[
     packed_as = PACKED_AS.get(layer.format, layer.format)
     if role is roles.Role.RESIDENT:
         return 0
-    return layer.experts * ext.packed_bytes(packed_as, layer.hidden, layer.width) if ext and packed_as in served else layer.bytes
+    return (
+        layer.experts * ext.packed_bytes(packed_as, layer.hidden, layer.width)
+        if ext and packed_as in served
+        else layer.bytes
+    )
 
 
 def _check_fit(report: Report) -> None:
@@ -223,7 +269,13 @@ def _check_fit(report: Report) -> None:
     model["fits"] = available is None or needed <= available
     if model["fits"]:
         return
-    remedy = "free memory, or raise the limit of the cgroup that is the tightest" if len(memory["why"]) > 1 else "free memory or add some"
+    remedy = (
+        "free memory, or raise the limit of the cgroup that is the tightest"
+        if len(memory["why"]) > 1
+        else "free memory or add some"
+    )
     if model["device"] != "cpu":
         remedy += "; or keep layers on the GPU with LK_GPU_RESIDENT_MOE_LAYERS"
-    report.stop(f"loading needs {gib(needed)} of host memory and {gib(available)} are free ({'; '.join(memory['why'])})", remedy)
+    report.stop(
+        f"loading needs {gib(needed)} of host memory and {gib(available)} are free ({'; '.join(memory['why'])})", remedy
+    )

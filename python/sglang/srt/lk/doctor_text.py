@@ -29,7 +29,11 @@ Lines = Iterator[tuple[str, str]]
 
 def _install(facts: dict, style: Style) -> Lines:
     install, cpu = facts["install"], facts["cpu"]
-    version = f"sglang-lk {install['sglang_lk']} on SGLang {install['upstream']}" if install["sglang_lk"] else "sglang-lk from a source tree"
+    version = (
+        f"sglang-lk {install['sglang_lk']} on SGLang {install['upstream']}"
+        if install["sglang_lk"]
+        else "sglang-lk from a source tree"
+    )
     kernels = f"kernels with ABI {install['kernels_abi']}" if install["kernels_abi"] else style("red", "no kernels")
     yield "Install", f"{version} · {kernels} · Python {cpu['python']}"
 
@@ -39,7 +43,8 @@ def _cpu(facts: dict, style: Style) -> Lines:
     nodes = cpu["numa_nodes"]
     cache = f" · L3 {gib(cpu['l3_bytes'])}" if cpu["l3_bytes"] else ""
     yield "CPU", f"{cpu['brand'] or cpu['arch']} · {nodes} NUMA node{'s' * (nodes > 1)}{cache}"
-    yield "  cores", f"{style('bold', str(len(cpu['cpus'])))} workers on CPUs {ranges(cpu['cpus'])}"
+    busy = style("yellow", f" · others take {cpu['busy']:.0%} of them now") if (cpu["busy"] or 0) > 0.1 else ""
+    yield "  cores", f"{style('bold', str(len(cpu['cpus'])))} workers on CPUs {ranges(cpu['cpus'])}{busy}"
     for line in cpu["why"]:
         yield "", style("dim", line)
     if cpu["isas"]:
@@ -59,11 +64,17 @@ def _isa(isa: dict, cpu: dict, style: Style) -> str:
 
 def _memory(facts: dict, style: Style) -> Lines:
     memory = facts["memory"]
-    read = f" · read {memory['read_gb_per_s']:.1f} GB/s by {len(facts['cpu']['cpus'])} threads" if memory["read_gb_per_s"] else ""
+    read = (
+        f" · read {memory['read_gb_per_s']:.1f} GB/s by {len(facts['cpu']['cpus'])} threads"
+        if memory["read_gb_per_s"]
+        else ""
+    )
     yield "Memory", f"{gib(memory['available_bytes'] or 0)} free of {gib(memory['total_bytes'] or 0)}{read}"
     for line in memory["why"][1:]:  # the cgroups; the first line is the host's
         yield "", style("dim", line)
-    granted = f", {memory['huge_pages_granted']:.0%} of a test block granted" if memory["huge_pages_granted"] is not None else ""
+    granted = (
+        f", {memory['huge_pages_granted']:.0%} of a test block granted" if memory["huge_pages_granted"] is not None else ""
+    )
     wanted = "" if memory["huge_pages_wanted"] else " · not used (LK_NUMA_HUGE=0)"
     yield "  2 MB", f"transparent huge pages: {memory['huge_pages'] or 'none in this kernel'}{granted}{wanted}"
 
@@ -76,14 +87,21 @@ def _gpu(facts: dict, style: Style) -> Lines:
         return
     yield "GPU", f"driver {gpu['driver']}" + ("" if gpu["cuda"] else style("red", " · libcuda.so.1 does not load"))
     for card in gpu["cards"]:
-        memory = f"{gib(card['free_bytes'])} free of {gib(card['total_bytes'])}" if card["total_bytes"] else "shares the host's memory"
+        memory = (
+            f"{gib(card['free_bytes'])} free of {gib(card['total_bytes'])}"
+            if card["total_bytes"]
+            else "shares the host's memory"
+        )
         yield "", f"{card['index']}: {card['name']} (sm{card['compute'].replace('.', '')}) · {memory}"
 
 
 def _settings(facts: dict, style: Style) -> Lines:
     settings = facts["settings"]
     on = settings["switch"] != "0"
-    yield "Settings", "hybrid is on" if on else "LK_MOE_HYBRID_ENABLED is not set: sglang serves stock; checked as if it were 1"
+    yield (
+        "Settings",
+        "hybrid is on" if on else "LK_MOE_HYBRID_ENABLED is not set: sglang serves stock; checked as if it were 1",
+    )
     for name, value in settings["set"].items():
         if name != "LK_MOE_HYBRID_ENABLED":
             yield "", f"{name}={value}"
@@ -93,21 +111,31 @@ def _settings(facts: dict, style: Style) -> Lines:
 
 def _model(facts: dict, style: Style) -> Lines:
     model = facts["model"]
+    layers = f"{len(model['layers'])} MoE layers, top-{model['top_k']}"
     yield "", ""
-    yield "Model", f"{model['architecture']} · {len(model['layers'])} MoE layers, top-{model['top_k']} · --device {model['device']} · {model['path']}"
-    rows = [[style("dim", cell) for cell in ("role", "layers", "format", "experts", "hidden × width", "host each", "host all")]]
-    key = lambda row: (row["draft"] or "", row["role"], row["format"], row["experts"], row["hidden"], row["width"])  # noqa: E731
-    for (draft, role, fmt, experts, hidden, width), group in groupby(sorted(model["layers"], key=key), key=key):
-        members = list(group)
-        layers = f"{draft} " * bool(draft) + ranges([row["layer_id"] for row in members])
-        host = [row["host_bytes"] for row in members]
-        rows.append([style("cyan", role), layers, fmt, str(experts), f"{hidden} × {width}", gib(max(host)), gib(sum(host))])
-    for line in table(rows, "<<<>>>>"):
+    yield "Model", f"{model['architecture']} · {layers} · --device {model['device']} · {model['path']}"
+    for line in _layer_table(model["layers"], style):
         yield "", line
-    fits = style("green", "fits") if model["fits"] else style("red", "does not fit")
-    other = f" + {gib(model['other_bytes'])} other weights" if model["device"] == "cpu" else ""
-    draft = f" (and {gib(model['draft_host_bytes'])} with speculative decoding)" if model["draft_host_bytes"] else ""
-    yield "  memory", f"{gib(model['host_bytes'])} experts{draft}{other} + {gib(model['largest_file_bytes'])} for the largest file while loading: {fits}"
+    parts = [f"{gib(model['host_bytes'])} experts"]
+    if model["draft_host_bytes"]:
+        parts[0] += f" (and {gib(model['draft_host_bytes'])} with speculative decoding)"
+    if model["device"] == "cpu":
+        parts.append(f"{gib(model['other_bytes'])} other weights")
+    parts.append(f"{gib(model['largest_file_bytes'])} for the largest file while loading")
+    yield "  memory", " + ".join(parts) + ": " + (style("green", "fits") if model["fits"] else style("red", "does not fit"))
+
+
+def _layer_table(layers: list[dict], style: Style) -> list[str]:
+    """One line for the layers that agree in everything."""
+    heading = ("role", "layers", "format", "experts", "hidden × width", "host each", "host all")
+    rows = [[style("dim", cell) for cell in heading]]
+    key = lambda row: (row["draft"] or "", row["role"], row["format"], row["experts"], row["hidden"], row["width"])  # noqa: E731
+    for (draft, role, fmt, experts, hidden, width), group in groupby(sorted(layers, key=key), key=key):
+        members = list(group)
+        ids = f"{draft} " * bool(draft) + ranges([row["layer_id"] for row in members])
+        host = [row["host_bytes"] for row in members]
+        rows.append([style("cyan", role), ids, fmt, str(experts), f"{hidden} × {width}", gib(max(host)), gib(sum(host))])
+    return table(rows, "<<<>>>>")
 
 
 def _problems(report: Report, style: Style) -> list[str]:

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import os
 import platform
 import re
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,8 +103,13 @@ def _card(nvml: ctypes.CDLL, index: int) -> dict:
     nvml.nvmlDeviceGetName(handle, name, 96)
     own = nvml.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(size)) == 0  # a chip that shares the host's memory refuses
     nvml.nvmlDeviceGetCudaComputeCapability(handle, ctypes.byref(major), ctypes.byref(minor))
-    return {"index": index, "name": name.value.decode(), "compute": f"{major.value}.{minor.value}",
-            "total_bytes": size.total if own else None, "free_bytes": size.free if own else None}
+    return {
+        "index": index,
+        "name": name.value.decode(),
+        "compute": f"{major.value}.{minor.value}",
+        "total_bytes": size.total if own else None,
+        "free_bytes": size.free if own else None,
+    }
 
 
 def _library(name: str) -> ctypes.CDLL | None:
@@ -114,8 +119,22 @@ def _library(name: str) -> ctypes.CDLL | None:
         return None
 
 
-def load_average() -> float:
-    return os.getloadavg()[0]
+def busy(cpus: list[int], seconds: float = 0.2) -> float | None:
+    """The share of these CPUs that others take right now, hypervisor included; the load average would still show
+    what this command itself did a minute ago."""
+    before = _ticks(cpus)
+    time.sleep(seconds)
+    after = _ticks(cpus)
+    total = sum(after[i] - before[i] for i in range(2)) if before and after else 0
+    return (after[0] - before[0]) / total if total else None
+
+
+def _ticks(cpus: list[int]) -> tuple[int, int] | None:
+    """Busy and idle ticks of these CPUs since boot."""
+    rows = re.findall(r"^cpu(\d+) (.*)$", _text(Path("/proc/stat")) or "", re.MULTILINE)
+    mine = [[int(value) for value in values.split()[:8]] for cpu, values in rows if int(cpu) in cpus]
+    idle = sum(values[3] + values[4] for values in mine)
+    return (sum(map(sum, mine)) - idle, idle) if mine else None
 
 
 def system() -> dict:

@@ -36,7 +36,9 @@ def parse_shape(text: str) -> Shape:
     try:
         shape = Shape(*(int(part) for part in text.split(",")))
     except (TypeError, ValueError) as error:
-        raise ValueError(f"--shape {text}: four numbers HIDDEN,WIDTH,EXPERTS,TOP_K are needed, as in {DEFAULT_SHAPES[0]}") from error
+        raise ValueError(
+            f"--shape {text}: four numbers HIDDEN,WIDTH,EXPERTS,TOP_K are needed, as in {DEFAULT_SHAPES[0]}"
+        ) from error
     if min(shape.hidden, shape.width, shape.experts, shape.top_k) < 1 or shape.top_k > shape.experts:
         raise ValueError(f"--shape {text}: every number must be at least 1 and TOP_K at most EXPERTS")
     return shape

@@ -37,7 +37,9 @@ def compare(first: Path, second: Path) -> list[Change]:
     a, b = load(first), load(second)
     common = [key for key in a if key in b]
     if not common:
-        raise ValueError(f"{first} and {second} have no case in common: run both with the same shapes, formats, rows and threads")
+        raise ValueError(
+            f"{first} and {second} have no case in common: run both with the same shapes, formats, rows and threads"
+        )
     changes = []
     for key in common:
         limit = "read" if a[key]["read_ratio"] >= a[key]["dot_ratio"] else "dot"

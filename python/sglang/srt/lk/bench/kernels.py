@@ -88,10 +88,19 @@ class Buffers:
 
     def call(self, layer, ids: np.ndarray) -> None:
         layer.forward(
-            self.x.ctypes.data, self.x.strides[0], "bf16", len(self.x),
-            ids.ctypes.data, ids.strides[0], "i32",
-            self.routing.ctypes.data, self.routing.strides[0], ids.shape[1],
-            self.out.ctypes.data, self.out.strides[0], "f32",
+            self.x.ctypes.data,
+            self.x.strides[0],
+            "bf16",
+            len(self.x),
+            ids.ctypes.data,
+            ids.strides[0],
+            "i32",
+            self.routing.ctypes.data,
+            self.routing.strides[0],
+            ids.shape[1],
+            self.out.ctypes.data,
+            self.out.strides[0],
+            "f32",
         )
 
     def check(self, what: str) -> None:
@@ -153,9 +162,23 @@ def _measure(engine, plan: Plan, layers: list, fmt: str, shape: Shape, batch: in
     distinct = statistics.fmean(len(np.unique(ids)) for ids in routes)
     gb, gflop = distinct * expert_bytes / seconds / 1e9, cases.flops(shape, batch) / seconds / 1e9
     return Row(
-        isa=engine.isa, format=fmt, hidden=shape.hidden, width=shape.width, experts=shape.experts, top_k=shape.top_k,
-        rows=batch, threads=engine.threads, seconds=seconds, gb_per_s=gb, gflop_per_s=gflop, read_gb_per_s=read,
-        read_ratio=gb / read, dot_ratio=gflop / dot, dot_gflop_per_s=dot, repeats=repeats, spread=spread,
+        isa=engine.isa,
+        format=fmt,
+        hidden=shape.hidden,
+        width=shape.width,
+        experts=shape.experts,
+        top_k=shape.top_k,
+        rows=batch,
+        threads=engine.threads,
+        seconds=seconds,
+        gb_per_s=gb,
+        gflop_per_s=gflop,
+        read_gb_per_s=read,
+        read_ratio=gb / read,
+        dot_ratio=gflop / dot,
+        dot_gflop_per_s=dot,
+        repeats=repeats,
+        spread=spread,
         stored_bytes_ratio=layers[0].bytes / (shape.experts * expert_bytes),
     )
 

@@ -25,7 +25,9 @@ def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
     formats = options.format or [name for name in ext.formats() if name in weights.FILLS]
     chosen = isas if options.isa == ["all"] else options.isa or [settings.isa or isas[-1]]
     problems += [f"--format {name}: known are {', '.join(ext.formats())}" for name in formats if name not in ext.formats()]
-    problems += [f"--isa {name}: this machine runs {', '.join(isas)}, or all of them with all" for name in chosen if name not in isas]
+    problems += [
+        f"--isa {name}: this machine runs {', '.join(isas)}, or all of them with all" for name in chosen if name not in isas
+    ]
     if options.repeats < 7:
         problems.append(f"--repeats {options.repeats}: at least 7, or the median means little")
     if options.seconds <= 0:
@@ -34,13 +36,23 @@ def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
         raise ValueError("\n  ".join([f"{len(problems)} problem{'s' * (len(problems) > 1)}", *problems]))
     workers = cpus.usable(settings)
     return Plan(
-        isas=chosen, formats=formats, shapes=shapes, rows=rows, cpus=workers.cpus, nodes=len(set(workers.nodes)),
-        seconds=options.seconds, repeats=options.repeats, bind="node" if settings.thread_binding == "NUMA_NODE" else "core",
-        spin_us=0 if settings.power_saving else 200, huge=settings.numa_huge,
+        isas=chosen,
+        formats=formats,
+        shapes=shapes,
+        rows=rows,
+        cpus=workers.cpus,
+        nodes=len(set(workers.nodes)),
+        seconds=options.seconds,
+        repeats=options.repeats,
+        bind="node" if settings.thread_binding == "NUMA_NODE" else "core",
+        spin_us=0 if settings.power_saving else 200,
+        huge=settings.numa_huge,
     )
 
 
-def _settings(options: argparse.Namespace, environ: Mapping[str, str], isas: list[str], problems: list[str]) -> config.Config:
+def _settings(
+    options: argparse.Namespace, environ: Mapping[str, str], isas: list[str], problems: list[str]
+) -> config.Config:
     """LK_* as a server would read them, with --threads in the place of LK_THREADS."""
     given = {**environ, config.SWITCH: "1"}
     if options.threads is not None:

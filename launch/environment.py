@@ -7,6 +7,7 @@ program: ``python3 -m launch.environment [PACKAGE…]`` makes the environment an
 
 import hashlib
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -18,7 +19,7 @@ INPUTS = ("CMakeLists.txt", "pyproject.toml", "LICENSE", "NOTICE", "python", "sg
 SUFFIXES_NOT_READ = (".pyc", ".so", ".o")
 STAMP = "lk-stamp"
 # What pip reports on its way; the rest of its log only matters after a failure.
-STEPS = ("Collecting", "Downloading", "Building", "Installing", "Preparing", "Getting", "Using cached")
+STEPS = re.compile(r"Collecting|Downloading|Building|Installing|Preparing|Getting|Using cached|\[\d+/\d+\]|-- Configuring")
 
 
 def place() -> Path:
@@ -60,13 +61,13 @@ def record(folder: Path, build: str, extras: list[str]) -> None:
 
 
 def step_of(tail: list[str]) -> str:
-    return next((line for line in reversed(tail) if line.startswith(STEPS)), "")
+    return next((line for line in reversed(tail) if STEPS.match(line)), "")
 
 
 def install(label: str, folder: Path, packages: list[str], log: str) -> None:
     environ = dict(os.environ, PIP_DISABLE_PIP_VERSION_CHECK="1", PYTHONUNBUFFERED="1")
     environ.pop("PYTHONPATH", None)
-    command = [str(python(folder)), "-m", "pip", "install", "--progress-bar", "off", *packages]
+    command = [str(python(folder)), "-m", "pip", "install", "-v", "--progress-bar", "off", *packages]
     progress.run(label, command, log=LOGS / log, environ=environ, folder=ROOT, detail=step_of)
 
 

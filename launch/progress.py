@@ -90,14 +90,20 @@ HINTS = (
 )
 
 
+# Lines that only say that something inside failed.
+WRAPPERS = ("subprocess-exited-with-error", "Failed building wheel", "Could not build wheels", "originates from a subprocess")
+
+
 def reason(log: Path) -> str:
     """Why the program behind this log failed, as well as the log tells."""
     text = log.read_text(errors="replace") if log.exists() else ""
     for mark, hint in HINTS:
         if mark.lower() in text.lower():
             return f"{hint} ({log} has the details)"
-    last = next((line for line in reversed(lines(log)) if re.search(r"error|LK_", line, re.IGNORECASE)), None)
-    return f"{log} ends with: {last or (lines(log) or ['nothing'])[-1]}"
+    said = [line.strip() for line in text.splitlines() if re.search(r"error\b.*:|\bLK_", line, re.IGNORECASE)]
+    said = [line for line in said if not any(wrapper in line for wrapper in WRAPPERS)]
+    last = (said or lines(log) or ["nothing"])[-1]
+    return f"{log} says: {last[:300]}"
 
 
 def run(

@@ -84,5 +84,6 @@ struct Scalar {
     }
   }
   static void prefetch(const void* p) { __builtin_prefetch(p); }
+  static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 };
 static_assert(LaneIsa<Scalar>);

@@ -192,23 +192,27 @@ void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
     args.out = work.out_rows.data() + g.begin;
     kernels_.down(args);
   }
-  const int columns = std::min(end * kColumns, shape_.hidden);
-  for (int t = 0; t < tokens; ++t) {
-    const float* from = at<float>(work.out.data(), ptrdiff_t(t) * out_stride_ * 4);
-    void* to = at<char>(call.out, (first + t) * call.out_stride);
-    for (int c = begin * kColumns; c < columns; c += kColumns) {
-      const size_t n = size_t(std::min(kColumns, columns - c));
-      if (call.out_type == Type::bf16) {
-        uint16_t chunk[kColumns];
-        engine_->kernels().to_bf16(from + c, chunk, kColumns, call.scale);
-        memcpy(at<char>(to, ptrdiff_t(c) * 2), chunk, n * 2);
-      } else {
-        float chunk[kColumns];
-        for (size_t i = 0; i < n; ++i) chunk[i] = from[size_t(c) + i] * call.scale;
-        memcpy(at<char>(to, ptrdiff_t(c) * 4), chunk, n * 4);
-      }
-    }
+  for (int t = 0; t < tokens; ++t)
+    store_row(call, first + t, begin * kColumns, std::min(end * kColumns, shape_.hidden));
+}
+
+// Columns begin..end of a finished row, scaled, to the caller's tensor.
+void Experts::store_row(const Forward& call, int64_t row, int begin, int end) {
+  const int64_t t = row % kMaxTokens;  // passes start at multiples of it
+  const float* from = at<float>(engine_->work.out.data(), t * out_stride_ * 4);
+  void* to = at<char>(call.out, row * call.out_stride);
+  if (call.out_type == Type::f32) {
+    float* out = at<float>(to, 0);
+    for (int c = begin; c < end; ++c) out[c] = from[c] * call.scale;
+    return;
   }
+  const int whole = begin + (end - begin) / kColumns * kColumns;
+  uint16_t* out = at<uint16_t>(to, 0);
+  engine_->kernels().to_bf16(from + begin, out + begin, whole - begin, call.scale);
+  if (whole == end) return;
+  uint16_t last[kColumns];
+  engine_->kernels().to_bf16(from + whole, last, kColumns, call.scale);
+  memcpy(out + whole, last, size_t(end - whole) * 2);
 }
 
 void Experts::pass(const Forward& call, int64_t first, int tokens) {

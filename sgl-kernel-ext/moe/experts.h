@@ -88,6 +88,7 @@ class Experts {
   void load_rows(const Forward& call, int64_t first, int begin, int end);
   void gate_up(const Forward& call, int worker);
   void down(const Forward& call, int64_t first, int tokens, int worker);
+  void store_row(const Forward& call, int64_t row, int begin, int end);
   float* bias(int expert, Part part);
 
   std::shared_ptr<Engine> engine_;

@@ -57,6 +57,17 @@ void gemm_tiles(const uint32_t* w, const uint16_t* const* rows, int count, int k
   if constexpr (R > 1) gemm_tiles<I, P, R - 1>(w, rows, count, k, depth, sums, first);
 }
 
+// Part `part` of `parts` of the bytes of a block that is decoded next: fetched while this one is multiplied.
+template <class F, class I, int P>
+inline void prefetch_block(const lk::Product& a, int panel, int k, int part, int parts) {
+  const int depth = a.depth - k < lk::kGemmDepth ? a.depth - k : lk::kGemmDepth;
+  const int lines = (depth + F::kSuper - 1) / F::kSuper * (kSuperBytesOf<F> / 64);
+  const uint8_t* block = a.panels + size_t(panel) * a.panel_bytes + size_t(k / F::kSuper) * kSuperBytesOf<F>;
+  for (int line = lines * part / parts; line < lines * (part + 1) / parts; ++line)
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) I::prefetch_l2(block + size_t(p) * a.panel_bytes + size_t(line) * 64);
+}
+
 template <class F, class I, int P, class Epilogue>
 void gemm_panels(const lk::Product& a, int panel, const Epilogue& done) {
   const typename F::template Decoder<I> decoder;
@@ -72,6 +83,8 @@ void gemm_panels(const lk::Product& a, int panel, const Epilogue& done) {
       for (int t = 0; t < tiles; ++t) {
         const int begin = rows * t / tiles, end = rows * (t + 1) / tiles;
         gemm_tiles<I, P, I::kGemmRows>(weights, a.rows + row + begin, end - begin, k, depth, sums + begin * P * 16, k == 0);
+        if (k + depth < a.depth) prefetch_block<F, I, P>(a, panel, k + depth, t, tiles);
+        else prefetch_block<F, I, P>(a, panel + P, 0, t, tiles);
       }
     }
     for (int r = 0; r < rows; ++r)

@@ -21,6 +21,7 @@ def ext(monkeypatch):
     monkeypatch.setitem(sys.modules, doctor.EXTENSION, extension)
     monkeypatch.setattr(install_check, "problems", lambda: [])
     monkeypatch.setattr(machine, "gpus", lambda: machine.Gpus(None, False, []))
+    monkeypatch.setattr(machine, "busy", lambda cpus: 0.0)
     for name in list(doctor_environ()):
         monkeypatch.delenv(name)
     return extension

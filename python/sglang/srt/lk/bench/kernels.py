@@ -22,6 +22,7 @@ from sglang.srt.lk import cpus, machine
 from sglang.srt.lk.bench import cases, weights
 from sglang.srt.lk.bench.cases import Shape
 
+READ_MEGABYTES = 256  # at least; more where the caches are larger
 READ_SECONDS = 0.3
 DOT_SECONDS = 0.2
 
@@ -184,7 +185,7 @@ def _measure(engine, plan: Plan, layers: list, fmt: str, shape: Shape, batch: in
 
 
 def _machine_now(engine, plan: Plan) -> tuple[float, float]:
-    megabytes = max(256, 4 * cache_bytes(plan.cpus) >> 20)
+    megabytes = max(READ_MEGABYTES, 4 * cache_bytes(plan.cpus) >> 20)
     return engine.read_gb_per_s(megabytes=megabytes, seconds=READ_SECONDS), engine.dot_gflop_per_s(seconds=DOT_SECONDS)
 
 

@@ -113,7 +113,7 @@ def _own_problems(*, pinned: pins.Pins, all_edits: list[edits.Edit]) -> list[str
 
 
 def _pin_problems(*, tag: pins.Tag, wheel: Path, all_edits: list[edits.Edit]) -> list[str]:
-    """Checksums of the edited files, and the generated requirements."""
+    """Checksums of the edited files, and what was generated from the wheel."""
     problems = []
     found = _checksums(upstream=Upstream(wheel=wheel, version=tag.version), all_edits=all_edits)
     if found != tag.files:
@@ -121,12 +121,12 @@ def _pin_problems(*, tag: pins.Tag, wheel: Path, all_edits: list[edits.Edit]) ->
             f"error[checksum]: the edited files of {tag.version} differ from `files` in python/upstream.toml"
             f" (take them up with: python -m overlay sync {tag.version})"
         )
-    path = facts.requires_path(tag.version)
-    if not path.is_file() or path.read_text(encoding="utf-8") != facts.requires(wheel):
-        problems.append(
-            f"error[generated]: {path.relative_to(ROOT)} is not what the wheel says"
-            f" (rewrite it with: python -m overlay sync {tag.version})"
-        )
+    for path, wanted in ((facts.requires_path(tag.version), facts.requires(wheel)), (facts.LICENCE, facts.licence(wheel))):
+        if not path.is_file() or path.read_text(encoding="utf-8") != wanted:
+            problems.append(
+                f"error[generated]: {path.relative_to(ROOT)} is not what the wheel says"
+                f" (rewrite it with: python -m overlay sync {tag.version})"
+            )
     return problems
 
 
@@ -195,6 +195,7 @@ def _write_all(*, pinned: pins.Pins, outcomes: list[Outcome], wheel: Path, versi
     edits.write(read)
     pins.PATH.write_text(pins.format(pinned), encoding="utf-8")
     facts.requires_path(version).write_text(facts.requires(wheel), encoding="utf-8")
+    facts.LICENCE.write_text(facts.licence(wheel), encoding="utf-8")
     facts.EDITS_PAGE.parent.mkdir(parents=True, exist_ok=True)
     facts.EDITS_PAGE.write_text(facts.edits_page(edits=edits.load(), pins=pinned), encoding="utf-8")
 

@@ -1,7 +1,7 @@
-"""What is generated beside the pins and compared by ``check``: requirements per release, the list of edits.
+"""What is generated beside the pins and compared by ``check``: requirements, upstream's licence, the list of edits.
 
 ``upstream-requires-VERSION.txt`` holds upstream's ``Requires-Dist`` and ``Provides-Extra`` lines as they
-stand, so that metadata needs no download. ``docs/reference/edits.md`` is the edits for a reader.
+stand, so that metadata needs no download; the licence travels in our wheel. ``docs/reference/edits.md`` is the edits for a reader.
 """
 
 import zipfile
@@ -11,6 +11,7 @@ from overlay import PYTHON, ROOT
 from overlay.edits import Edit
 from overlay.pins import Pins
 
+LICENCE = PYTHON / "upstream-LICENSE"
 EDITS_PAGE = ROOT / "docs" / "reference" / "edits.md"
 
 
@@ -21,10 +22,18 @@ def requires_path(version: str) -> Path:
 
 def requires(wheel: Path) -> str:
     """The requirement lines of one wheel, in upstream's order."""
-    with zipfile.ZipFile(wheel) as archive:
-        name = next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))
-        lines = archive.read(name).decode().split("\n\n", 1)[0].split("\n")
+    lines = _read(wheel=wheel, ending=".dist-info/METADATA").split("\n\n", 1)[0].split("\n")
     return "".join(f"{line}\n" for line in lines if line.startswith(("Requires-Dist: ", "Provides-Extra: ")))
+
+
+def licence(wheel: Path) -> str:
+    """Upstream's licence file."""
+    return _read(wheel=wheel, ending=".dist-info/licenses/LICENSE")
+
+
+def _read(*, wheel: Path, ending: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(next(name for name in archive.namelist() if name.endswith(ending))).decode()
 
 
 def edits_page(*, edits: list[Edit], pins: Pins) -> str:

@@ -46,27 +46,20 @@ def _unpack(*, wheel: Path, folder: Path) -> None:
         return
     if folder.exists() and any(folder.iterdir()) and not marker.is_file() and not (folder / ".unpacking").is_file():
         raise OverlayError(f"{folder} is not empty and was not made by this tool: name another folder")
-    for name in ("sglang", "licenses"):
-        shutil.rmtree(folder / name, ignore_errors=True)
+    shutil.rmtree(folder / "sglang", ignore_errors=True)
     folder.mkdir(parents=True, exist_ok=True)
     marker.unlink(missing_ok=True)
     (folder / ".unpacking").touch()
     with zipfile.ZipFile(wheel) as archive:
         for info in archive.infolist():
             target = folder / info.filename
-            if info.is_dir() or not _wanted(info.filename):
+            if info.is_dir() or not info.filename.startswith("sglang/"):
                 continue
-            if ".dist-info/licenses/" in info.filename:
-                target = folder / "licenses" / info.filename.split("/licenses/", 1)[1]
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(archive.read(info))
             target.chmod(0o755 if info.external_attr >> 16 & 0o100 else 0o644)
     marker.write_text(wheel.name, encoding="utf-8")
     (folder / ".unpacking").unlink()
-
-
-def _wanted(name: str) -> bool:
-    return name.startswith("sglang/") or ".dist-info/licenses/" in name
 
 
 def _write(*, path: Path, text: str) -> None:

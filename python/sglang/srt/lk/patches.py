@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
+from sglang.srt.lk import cpu_models
+
 logger = logging.getLogger(__name__)
 
 
@@ -145,6 +147,9 @@ PATCHES: dict[str, Callable[[ModuleType], None]] = {
     f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4_moe": accept_nvfp4_scheme,
     f"{_QUANTIZATION}.modelopt_quant": accept_modelopt_nvfp4,
     _QUANTIZATION: list_modelopt_for_cpus,
+    "sglang.srt.models.deepseek_common.attention_backend_handler": cpu_models.absorb_latent_attention,
+    "sglang.srt.models.minimax_m2": cpu_models.normalise_queries_and_keys,
+    "sglang.srt.models.qwen2_moe": cpu_models.gate_shared_expert,
 }
 
 

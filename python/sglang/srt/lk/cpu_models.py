@@ -1,0 +1,61 @@
+"""Models that upstream stops on a CPU without AMX for one GPU-only helper beside the experts: the helper's plain torch form.
+
+Experts are not touched here, and nothing changes where upstream has a path of its own (a GPU, or AMX). Each function is a
+patch for the module that it names in ``patches.PATCHES`` and says what upstream does instead. A model that needs more
+than a helper (another attention backend, a recurrent layer) stays what ``docs/reference/support-matrix.md`` says it is.
+"""
+
+from types import ModuleType
+from typing import Any
+
+
+def absorb_latent_attention(module: ModuleType) -> None:
+    """DeepSeek's latent attention on ``torch_native``: upstream has no handler for that backend and takes Triton's, which
+    hands over per-head keys in prefill, while ``torch_native`` reads keys from the cache, where only the latents are."""
+    if _on_cpu():
+        module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
+
+
+def gate_shared_expert(module: ModuleType) -> None:
+    """Qwen2-MoE's shared expert is gated and added by a Triton kernel, whatever the device."""
+    if _on_cpu():
+        module.fused_gate_sigmoid_mul_add = gated_add
+
+
+def normalise_queries_and_keys(module: ModuleType) -> None:
+    """MiniMax-M2 normalises queries and keys with Triton kernels unless there is AMX."""
+    if _on_cpu():
+        module.rms_sumsq_serial = squares_of_both
+        module.rms_apply_serial = normalise_both
+
+
+def gated_add(hidden_states: Any, gate_weight: Any, shared_output: Any, final_hidden_states: Any) -> None:
+    """``final += sigmoid(hidden · gate) * shared``, rounded once."""
+    gate = (hidden_states.float() @ gate_weight.float()).sigmoid().unsqueeze(-1)
+    final_hidden_states.copy_(final_hidden_states.float() + gate * shared_output.float())
+
+
+def squares_of_both(x1: Any, x2: Any) -> Any:
+    """Sums of squares of the rows of ``x1``, then of ``x2``; ranks add them up between this and ``normalise_both``."""
+    import torch
+
+    return torch.cat([x.float().square().sum(-1) for x in (x1, x2)])
+
+
+def normalise_both(x1: Any, x2: Any, w1: Any, w2: Any, sum_sq: Any, tp_world: int = 1, eps: float = 1e-5) -> tuple[Any, Any]:
+    """RMS norm of both over all ranks' columns, from the sums of squares."""
+    import torch
+
+    rows = x1.shape[0]
+
+    def norm(x: Any, weight: Any, squares: Any) -> Any:
+        scale = torch.rsqrt(squares / (x.shape[1] * tp_world) + eps)
+        return (x.float() * scale.unsqueeze(-1) * weight.float()).to(x.dtype)
+
+    return norm(x1, w1, sum_sq[:rows]), norm(x2, w2, sum_sq[rows : 2 * rows])
+
+
+def _on_cpu() -> bool:
+    from sglang.srt.utils import is_cpu
+
+    return is_cpu()

@@ -1,0 +1,34 @@
+"""The torch forms of upstream's GPU-only helpers, against float64."""
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sglang.srt.lk import cpu_models  # noqa: E402
+
+ROWS, Q, K = 5, 48, 16
+
+
+def draw(*shape: int, seed: int = 1):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def test_the_gated_shared_expert_is_added_in_place():
+    hidden, gate, shared, final = draw(ROWS, Q), draw(Q, seed=2), draw(ROWS, Q, seed=3), draw(ROWS, Q, seed=4)
+    out = final.bfloat16()
+    cpu_models.gated_add(hidden.bfloat16(), gate.bfloat16(), shared.bfloat16(), out)
+    h, g, s, f = (x.bfloat16().double() for x in (hidden, gate, shared, final))
+    expected = f + torch.sigmoid(h @ g)[:, None] * s
+    assert (out.double() - expected).abs().max() <= 2**-8 * expected.abs().max()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_queries_and_keys_are_normalised_over_the_columns_of_all_ranks(ranks):
+    q, k, wq, wk = draw(ROWS, Q), draw(ROWS, K, seed=2), draw(Q, seed=3), draw(K, seed=4)
+    shards = [(q[:, i::ranks], k[:, i::ranks], wq[i::ranks], wk[i::ranks]) for i in range(ranks)]
+    squares = sum(cpu_models.squares_of_both(a, b) for a, b, _, _ in shards)
+    for a, b, wa, wb in shards:
+        found = cpu_models.normalise_both(a.float(), b.float(), wa, wb, squares, ranks, eps=1e-6)
+        for x, w, whole, out in ((a, wa, q, found[0]), (b, wb, k, found[1])):
+            expected = x * w * torch.rsqrt((whole**2).mean(-1, keepdim=True) + 1e-6)
+            assert (out - expected).abs().max() < 1e-5

@@ -52,6 +52,7 @@ class Architecture:
     name: str
     model_type: str
     config: dict
+    auto: str = "AutoModelForCausalLM"
     grid: str = ""  # "mxfp4" or "nvfp4": expert weights are rounded to what that format can hold
     packed: bool = False  # the experts are stored in that format (else, of the same values, as BF16)
     upstream_class: str = ""  # where upstream registers the model under another name than transformers
@@ -65,15 +66,20 @@ def _rows() -> list[Architecture]:
     linear = dict(linear_num_value_heads=4, linear_num_key_heads=2, linear_key_head_dim=32, linear_value_head_dim=32)
     hybrid = dict(layer_types=["linear_attention", "full_attention"], **linear)
     sliding = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=64)
+    llama4 = dict(intermediate_size=64, intermediate_size_mlp=192, num_local_experts=8, num_experts_per_tok=1,
+                  moe_layers=[0, 1], no_rope_layers=[1, 0])
+    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14,
+                  vision_output_dim=32, projector_input_dim=32, projector_output_dim=32)
     return [
         a("qwen3_moe", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}, grid="nvfp4"),
         a("qwen3_moe_nvfp4", "qwen3_moe", {**EXPERTS, "norm_topk_prob": True}, grid="nvfp4", packed=True),
         a("qwen2_moe", "qwen2_moe", {**EXPERTS, **SHARED}),
-        a("qwen3_next", "qwen3_next", {**EXPERTS, **SHARED, **hybrid}, zero_centred_norms=True),
+        a("qwen3_next", "qwen3_next", {**EXPERTS, **SHARED, **hybrid, "full_attention_interval": 2}, zero_centred_norms=True,
+          serve=dict(mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)),
         a("mixtral", "mixtral", LOCAL),
         a("olmoe", "olmoe", dict(intermediate_size=64, num_experts=8, num_experts_per_tok=2, num_key_value_heads=4)),
         a("phimoe", "phimoe", LOCAL, upstream_class="PhiMoEForCausalLM"),
-        a("granitemoe", "granitemoe", {**LOCAL, "logits_scaling": 0.5, "residual_multiplier": 0.7}),
+        a("granitemoe", "granitemoe", {**LOCAL, "logits_scaling": 2.0, "residual_multiplier": 0.7}),
         a("granitemoeshared", "granitemoeshared", {**LOCAL, "shared_intermediate_size": 96}),
         a("granitemoehybrid", "granitemoehybrid",
           {**LOCAL, "shared_intermediate_size": 96, "layer_types": ["attention", "attention"], "position_embedding_type": "rope"}),
@@ -96,8 +102,7 @@ def _rows() -> list[Architecture]:
         a("hunyuan_v1_moe_no_qk_norm", "hunyuan_v1_moe",
           dict(intermediate_size=64, moe_intermediate_size=64, num_experts=8, moe_topk=2, use_qk_norm=False, use_mixed_mlp_moe=True,
                num_shared_expert=1, use_cla=False), drop="(query|key)_layernorm"),
-        a("llama4_text", "llama4_text", dict(intermediate_size=64, intermediate_size_mlp=192, num_local_experts=8,
-                                             num_experts_per_tok=1, moe_layers=[0, 1], no_rope_layers=[1, 0])),
+        a("llama4", "llama4", dict(text_config={**COMMON, **llama4}, vision_config=vision), auto="AutoModelForImageTextToText"),
         a("exaone_moe", "exaone_moe", {**ROUTED, "num_experts": 8, "num_shared_experts": 1}),
         a("cohere2_moe", "cohere2_moe", EXPERTS),
         a("lfm2_moe", "lfm2_moe", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
@@ -111,12 +116,12 @@ ARCHITECTURES = {row.name: row for row in _rows()}
 
 def write(architecture: Architecture, directory: Path, tokenizer: Path) -> Path:
     """Writes the checkpoint into ``directory`` (made if missing) and returns it; an existing one is replaced."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     directory = Path(directory)
     shutil.rmtree(directory, ignore_errors=True)
-    config = AutoConfig.for_model(architecture.model_type, **{**COMMON, **architecture.config})
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    config = transformers.AutoConfig.for_model(architecture.model_type, **{**COMMON, **architecture.config})
+    model = getattr(transformers, architecture.auto).from_config(config, dtype=torch.bfloat16)
     model.save_pretrained(directory)
     wanted = [(n, t) for n, t in _saved(directory) if not (architecture.drop and re.search(architecture.drop, n))]
     tensors = {name: _values(name, like, architecture) for name, like in wanted}

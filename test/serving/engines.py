@@ -114,7 +114,10 @@ def _read(pipe: int, deadline: float) -> bytes:
 
 
 def reason(log: str) -> str:
-    """The innermost error of the first traceback in a log, with the place it came from."""
+    """Our own one message if there is one, else the innermost error of the first traceback, with the place it came from."""
+    refusal = re.search(r"^(?:\[.*?\] )?(Hybrid MoE: (?!start).*)", log, re.M)
+    if refusal and "Traceback" not in log:
+        return refusal[1]
     places, found = [], ""
     for line in log.splitlines():
         place = re.match(r'\s+File ".*?/(sglang/[^"]+|[^"/]+)", line (\d+), in (\S+)', line)

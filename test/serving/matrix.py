@@ -1,0 +1,206 @@
+"""Which MoE architectures serve on a CPU, with stock SGLang and with the experts on our kernels, and whether the two agree.
+
+``python matrix.py`` writes each checkpoint, serves it three times (stock and hybrid with float32 activations, to compare; hybrid
+as users start it, in bf16) and leaves the findings in ``docs/reference/support-matrix.json`` and the table made of them in
+``support-matrix.md`` beside it. ``--table`` only makes the table; names restrict the run to those rows.
+
+A row is compared with stock, where stock cannot serve with ``transformers`` in float32, and a 4-bit row with its BF16 twin of the
+same values. Models of random weights have near ties, so greedy tokens are compared up to the first step whose two best
+tokens are closer than ``TIE``, and the log-probabilities of a fixed text at every position. Reasons are recognised in the
+servers' own errors: an error that ``REASONS`` does not know is shown as it is.
+"""
+
+import argparse
+import contextlib
+import json
+import random
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from checkpoints import ARCHITECTURES, TOKENIZER, VOCABULARY, Architecture, write
+from engines import Host
+
+ROOT = Path(__file__).resolve().parents[2]
+RESULTS = ROOT / "docs" / "reference" / "support-matrix.json"
+TABLE = RESULTS.with_suffix(".md")
+
+TIE = 0.25  # gap of the two best log-probabilities below which rounding may choose
+CLOSE = 0.05  # median difference of log-probabilities that bf16 rounding explains; logits have a deviation of about 4
+NEW_TOKENS = 12
+STEADY = dict(temperature=0, ignore_eos=True)
+
+# What an error says, and what that means. Symbols are upstream's; a later release may lose the limit.
+REASONS = (
+    (r"unexpected keyword argument 'sinks'", "`TorchNativeAttnBackend`, the attention without AMX, has no sinks"),
+    (r"_load_w2", "the `triton_kernel` runner is chosen on a CPU, too, and its transposed experts do not load (`FusedMoE._load_w2`)"),
+    (r"0 active drivers", "`qwen2_moe` gates its shared expert with a Triton kernel (`fused_gate_sigmoid_mul_add`)"),
+    (r"rms_sumsq_serial", "`minimax_m2` normalises queries and keys with a Triton kernel (`rms_sumsq_serial`)"),
+    (r"_run_sdpa_forward_extend", "no handler for latent attention on `torch_native` (`AttentionBackendRegistry`)"),
+    (r"shape '\[-1, 4, 32\]' is invalid", "queries normalised head by head are taken for padded rows (`padded_extend_real_tokens`)"),
+    (r"moe_forward_native", "`moe_forward_native` cannot weight the input (`apply_router_weight_on_input`)"),
+    (r"\['fa3', 'triton', 'trtllm_mha'\] is required", "asks for fa3, triton or trtllm_mha attention (`model_hook.py`)"),
+    (r"'sgl_kernel' object has no attribute", "its recurrent layers need sgl_kernel's CPU build, which is not published as a wheel"),
+    (r"inplace_fused_experts", "calls the Triton `fused_moe` itself: there is no `FusedMoE` layer to take over"),
+    (r"CUDA in forked subprocess|no NVIDIA driver", "repacks the experts for a GPU after loading (`marlin_make_workspace`)"),
+)
+
+
+def texts() -> dict[str, list[list[int]]]:
+    """Fixed token ids: prompts of several lengths, and a text to score."""
+    draw = random.Random(20)
+    return dict(
+        prompts=[[draw.randrange(1, VOCABULARY) for _ in range(n)] for n in (1, 7, 20, 33)],
+        scored=[[draw.randrange(1, VOCABULARY) for _ in range(n)] for n in (64, 48)],
+    )  # fmt: skip
+
+
+def batches() -> list[dict]:
+    t = texts()
+    greedy = dict(input_ids=t["prompts"], sampling_params=dict(max_new_tokens=NEW_TOKENS, **STEADY), return_logprob=True, top_logprobs_num=2)
+    score = dict(input_ids=t["scored"], sampling_params=dict(max_new_tokens=1, **STEADY), return_logprob=True, logprob_start_len=0)
+    return [greedy, score]  # fmt: skip
+
+
+def condense(answer: dict) -> dict:
+    """Of an engine's answer, what is compared."""
+    if "error" in answer:
+        return {"error": answer["error"]}
+    greedy, score = answer["answers"]
+    gaps = [[top[0][0] - top[1][0] for top in one["meta_info"]["output_top_logprobs"]] for one in greedy]
+    scored = [[entry[0] for entry in one["meta_info"]["input_token_logprobs"][1:]] for one in score]
+    return dict(ready_s=answer["ready_s"], tokens=[one["output_ids"] for one in greedy], gaps=gaps, scored=scored)
+
+
+def compare(mine: dict, other: dict) -> dict:
+    """Tokens up to the first tie, and the differences of all scored log-probabilities."""
+    equal, checked = True, 0
+    for tokens, expected, gaps in zip(mine["tokens"], other["tokens"], other["gaps"], strict=True):
+        clear = next((i for i, gap in enumerate(gaps) if gap < TIE), len(gaps))
+        equal &= tokens[:clear] == expected[:clear]
+        checked += clear
+    return dict(tokens_equal=equal, tokens_checked=checked, **differences(mine["scored"], other["scored"]))
+
+
+def differences(mine: list[list[float]], other: list[list[float]]) -> dict:
+    gaps = sorted(abs(a - b) for xs, ys in zip(mine, other, strict=True) for a, b in zip(xs, ys, strict=True))
+    assert gaps, "nothing was compared"
+    return dict(median=round(statistics.median(gaps), 4), p95=round(gaps[int(0.95 * len(gaps))], 4), worst=round(gaps[-1], 4))
+
+
+def serve_all(rows: list[Architecture], checkpoints: Path, logs: Path, *, hybrid: bool, extra: dict[str, dict]) -> dict[str, dict]:
+    found = {}
+    with Host({"LK_MOE_HYBRID_ENABLED": str(int(hybrid))}) as host:
+        for row in rows:
+            more = extra.get(row.name, {})
+            log = logs / "-".join([row.name, "hybrid" if hybrid else "stock", more.get("dtype", "usual")])
+            found[row.name] = condense(host.run(checkpoints / row.name, batches(), log.with_suffix(".log"), **row.serve, **more))
+            sys.stderr.write(f"{log.name}: {found[row.name].get('error', 'serves')}\n")
+    return found
+
+
+def references(rows: list[Architecture], checkpoints: Path) -> dict[str, list | dict]:
+    names = {row.name: row.name.removesuffix(f"_{row.grid}") if row.packed else row.name for row in rows}
+    jobs = "".join(json.dumps(dict(model=str(checkpoints / twin), ids=texts()["scored"])) + "\n" for twin in names.values())
+    command = [sys.executable, str(Path(__file__).with_name("reference.py"))]
+    output = subprocess.run(command, input=jobs, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return dict(zip(names, map(json.loads, output.splitlines()), strict=True))
+
+
+def examine(rows: list[Architecture], checkpoints: Path, logs: Path) -> dict[str, dict]:
+    exact = {row.name: {} if row.packed else {"dtype": "float32"} for row in rows}  # upstream's 4-bit configs allow no float32
+    stock = serve_all(rows, checkpoints, logs, hybrid=False, extra=exact)
+    hybrid = serve_all(rows, checkpoints, logs, hybrid=True, extra=exact)
+    usual = serve_all(rows, checkpoints, logs, hybrid=True, extra={})
+    truth = references(rows, checkpoints)
+    findings = {}
+    for row in rows:
+        mine, theirs = hybrid[row.name], stock[row.name]
+        finding = dict(model_class=_model_class(checkpoints / row.name))
+        finding["stock"] = _verdict(theirs)
+        finding["hybrid"] = _verdict(usual[row.name] if "error" in usual[row.name] else mine)
+        if "error" not in theirs and isinstance(truth[row.name], list):
+            finding["stock_and_transformers"] = differences(theirs["scored"], truth[row.name])
+        if finding["hybrid"]["serves"]:
+            finding["compared"] = _judge(row, mine, theirs, usual, truth[row.name])
+        findings[row.name] = finding
+    return findings
+
+
+def _verdict(side: dict) -> dict:
+    return dict(serves="error" not in side, **{key: side[key] for key in ("error",) if key in side})
+
+
+def _judge(row: Architecture, mine: dict, theirs: dict, usual: dict, truth: list | dict) -> dict:
+    """The comparison with the best opinion there is."""
+    twin = usual.get(row.name.removesuffix(f"_{row.grid}"), {"error": ""}) if row.packed else {"error": ""}
+    if "error" not in twin:
+        return {"with": "its BF16 twin"} | compare(mine, twin)
+    if "error" not in theirs:
+        return {"with": "stock"} | compare(mine, theirs)
+    if isinstance(truth, list):
+        return {"with": "transformers"} | differences(mine["scored"], truth)
+    return {"with": "nothing", "why": truth["error"].splitlines()[0][:200]}
+
+
+def explain(error: str) -> str:
+    if error.startswith("Hybrid MoE: "):
+        return error.removeprefix("Hybrid MoE: ")
+    return next((text for pattern, text in REASONS if re.search(pattern, error)), f"`{error}`")
+
+
+def table(findings: dict[str, dict]) -> str:
+    lines = [HEAD.rstrip("\n"), ""]
+    lines += ["| architecture | class | stock | hybrid | compared with | tokens | log-probabilities: median, 95 %, worst |", "|" + " --- |" * 7]
+    for name, row in findings.items():
+        found = row.get("compared", {})
+        tokens = f"{found['tokens_checked']} {'equal' if found['tokens_equal'] else 'NOT EQUAL'}" if "tokens_checked" in found else ""
+        gaps = "{median}, {p95}, {worst}".format(**found) if "median" in found else found.get("why", "")
+        lines.append(f"| {name} | {row['model_class']} | {_cell(row['stock'])} | {_cell(row['hybrid'])} | {found.get('with', '')} | {tokens} | {gaps} |")
+    return "\n".join(lines) + "\n"
+
+
+def _cell(side: dict) -> str:
+    return "serves" if side["serves"] else f"no: {explain(side['error'])}"
+
+
+HEAD = f"""# Which architectures serve on a CPU
+
+Generated by `test/serving/matrix.py` from `support-matrix.json`: SGLang 0.5.23, `--device cpu`, a machine without AMX and without a GPU,
+checkpoints of random weights with two layers. *Hybrid* is `LK_MOE_HYBRID_ENABLED=1`. Every row was served with bf16 activations;
+the comparison is made with float32 ones (4-bit rows: bf16), where stock rounds nothing and hybrid rounds what enters
+its kernels to bf16. Tokens are greedy, counted up to the first step whose two best tokens are closer than {TIE}. A routing
+choice that is itself nearly a tie may fall the other way: that is what a large worst difference beside a small median says.
+"""
+
+
+def _model_class(checkpoint: Path) -> str:
+    return json.loads((checkpoint / "config.json").read_text())["architectures"][0]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Tries every MoE architecture with stock SGLang and with hybrid MoE.")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; all by default")
+    parser.add_argument("--table", action="store_true", help="only make the table from the results file")
+    parser.add_argument("--tokenizer", type=Path, default=TOKENIZER)
+    parser.add_argument("--keep", type=Path, help="directory for the checkpoints and logs (else a temporary one)")
+    arguments = parser.parse_args()
+    findings = json.loads(RESULTS.read_text()) if RESULTS.exists() else {}
+    if not arguments.table:
+        rows = [ARCHITECTURES[name] for name in arguments.names or ARCHITECTURES]
+        with contextlib.ExitStack() as stack:
+            place = arguments.keep or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+            place.mkdir(parents=True, exist_ok=True)
+            for row in rows:
+                write(row, place / row.name, arguments.tokenizer)
+            findings |= examine(rows, place, place)
+        findings = {name: findings[name] for name in ARCHITECTURES if name in findings}
+        RESULTS.write_text(json.dumps(findings, indent=1) + "\n")
+    TABLE.write_text(table(findings))
+
+
+if __name__ == "__main__":
+    main()

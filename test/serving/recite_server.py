@@ -1,0 +1,113 @@
+"""A real ``sglang serve`` of the recite model for the tests, and what can be asked about it from outside.
+
+Small chunks, a radix cache and a queue, all upstream's; ``float32`` activations, because bf16 logits near 40 are 0.25 apart
+and would let rounding choose between tokens. Nothing here knows what a right answer is.
+"""
+
+import contextlib
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from launch import processes
+
+FLAGS = (
+    "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--skip-server-warmup",
+    "--context-length", "512", "--max-total-tokens", "8192", "--max-running-requests", "16", "--chunked-prefill-size", "64",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Running:
+    process: subprocess.Popen
+    port: int
+    log: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+
+@contextlib.contextmanager
+def serve(model: Path, *, hybrid: bool = True, flags: tuple[str, ...] = ()) -> Iterator[Running]:
+    """A server of the model on a free port, ended with all its processes."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environ = {**os.environ, "SGLANG_USE_CPU_ENGINE": "1", "LK_MOE_HYBRID_ENABLED": "1" if hybrid else "0"}
+    command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-path", str(model)]
+    with tempfile.TemporaryDirectory() as folder:
+        log = Path(folder) / "server.log"
+        process = processes.start([*command, *FLAGS, *flags, "--port", str(port)], log=log, environ=environ, folder=Path(folder))
+        try:
+            running = Running(process, port, log)
+            _wait(running)
+            yield running
+        finally:
+            processes.end_tree(process)
+
+
+def _wait(server: Running, patience_s: float = 300) -> None:
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline and server.process.poll() is None:
+        with contextlib.suppress(OSError, http.client.HTTPException):  # it does not listen yet
+            if get(server.port, "/health")[0] == 200:
+                return
+        time.sleep(0.3)
+    raise RuntimeError(f"the server did not become ready; its log ends:\n{server.log.read_text(errors='replace')[-3000:]}")
+
+
+def get(port: int, path: str) -> tuple[int, bytes]:
+    return _ask(port, "GET", path)
+
+
+def post(port: int, path: str, body: dict) -> dict:
+    status, data = _ask(port, "POST", path, json.dumps(body))
+    if status != 200:
+        raise RuntimeError(f"{path}: status {status}: {data[:500]!r}")
+    return json.loads(data)
+
+
+def _ask(port: int, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, body, {"Content-Type": "application/json"})
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()
+
+
+def memory_mb(root: int) -> float:
+    """Proportional set size of the server's processes, so that shared pages count once."""
+    total = 0
+    for pid in {root} | processes.descendants(root):
+        with contextlib.suppress(OSError):  # it ended while we looked
+            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+                if line.startswith("Pss:"):
+                    total += int(line.split()[1])
+    return round(total / 1024, 1)
+
+
+def under_way(port: int) -> int:
+    """Requests that the scheduler runs or keeps waiting."""
+    loads = json.loads(get(port, "/v1/loads?include=core")[1])["loads"]
+    return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
+
+
+def comes_to_rest(port: int, patience_s: float = 60) -> bool:
+    """Whether the scheduler empties: cancelled requests must leave nothing behind."""
+    deadline = time.monotonic() + patience_s
+    while time.monotonic() < deadline:
+        if under_way(port) == 0:
+            return True
+        time.sleep(0.2)
+    return False

@@ -39,6 +39,20 @@ void to_bf16(const float* in, uint16_t* out, int n, float scale) {
   for (int i = 0; i < n; i += 16) I::store_bf16(out + i, I::mul(I::load(in + i), I::set1(scale)));
 }
 
+void split(const float* in, uint16_t* high, uint16_t* rest, int n) {
+  for (int i = 0; i < n; i += 16) {
+    float chunk[16] = {};
+    uint16_t parts[2][16];
+    const int some = n - i < 16 ? n - i : 16;
+    __builtin_memcpy(chunk, in + i, size_t(some) * 4);
+    const auto x = I::load(chunk);
+    I::store_bf16(parts[0], x);
+    I::store_bf16(parts[1], I::fma(I::widen(parts[0]), I::set1(-1.0f), x));
+    __builtin_memcpy(high + i, parts[0], size_t(some) * 2);
+    __builtin_memcpy(rest + i, parts[1], size_t(some) * 2);
+  }
+}
+
 // Reads every line once, into sums that are used: what the memory gives to loads of this width.
 double read(const void* data, size_t bytes) {
   const uint8_t* p = static_cast<const uint8_t*>(data);
@@ -88,4 +102,4 @@ double peak(int64_t rounds, float* sink) {
 
 extern const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME);
 const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME) = {
-    LK_TEXT(LK_ISA_NAME), true, {kernels_of<Bf16>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>()}, to_bf16, read, peak};
+    LK_TEXT(LK_ISA_NAME), true, {kernels_of<Bf16>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>()}, to_bf16, split, read, peak};

@@ -43,14 +43,16 @@ struct Activation {
 };
 
 // Rows of activations times some panels of one expert. All row pointers are 4-byte aligned and hold
-// `depth` bf16 values, zero beyond the true width.
+// `depth` bf16 values, zero beyond the true width. With `split` 2 a row of activations is the sum of two
+// neighbouring bf16 rows, high part and rest: float32 activations with 16 bits of precision, for which the
+// weights are still read once.
 struct Product {
   const uint8_t* panels;        // panel 0 of the matrix
   size_t panel_bytes;
   int first, count;             // tiles (gate_up: two panels each) or panels (down)
   int depth;                    // padded k
-  const uint16_t* const* rows;  // one pointer per row
-  int row_count;
+  const uint16_t* const* rows;  // row_count pointers
+  int row_count, split;         // row_count is a multiple of split
   void* scratch;                // kScratchBytes, 64-byte aligned, private to the thread
 };
 
@@ -58,17 +60,17 @@ struct GateUp {
   Product product;
   float gate_scale, up_scale;    // second scale of the format (1 where it has none)
   const float *gate_bias, *up_bias;  // null, or 16 values per tile
-  const float* input_weight;     // null, or a factor per row (router weight on the input)
+  const float* input_weight;     // null, or a factor per split row (router weight on the input)
   Activation activation;
-  uint16_t* const* out;          // per row: bf16, 16 values per tile
+  uint16_t* const* out;          // row_count pointers: bf16, 16 values per tile
 };
 
 struct Down {
   Product product;
   float scale;
   const float* bias;             // null, or 16 values per panel
-  const float* weight;           // router weight per row; null: 1
-  float* const* out;             // per row: f32, 16 values per panel; the result is added
+  const float* weight;           // router weight per split row; null: 1
+  float* const* out;             // per split row: f32, 16 values per panel; the result is added
 };
 
 constexpr int kGemmRows = 256;     // rows per pass of the blocked product
@@ -89,6 +91,7 @@ struct Kernels {
   bool lane;                     // sums in the common order: bit-identical to every other lane ISA
   FormatKernels format[kFormats];
   void (*to_bf16)(const float* in, uint16_t* out, int n, float scale);  // n a multiple of 16
+  void (*split)(const float* in, uint16_t* high, uint16_t* rest, int n);  // any n; in = high + rest, nearly
   double (*read)(const void* data, size_t bytes);                      // for the bandwidth measurement
   double (*peak)(int64_t rounds, float* sink);                         // returns FLOP done with dot2
 };

@@ -100,6 +100,10 @@ struct Avx2 {
     r = _mm256_blendv_epi8(r, _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(0x8000)), tiny);
     return _mm_packus_epi32(_mm256_castsi256_si128(r), _mm256_extracti128_si256(r, 1));
   }
+  static __m256 widen_half(const uint16_t* p) {
+    return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))), 16));
+  }
+  static F32 widen(const uint16_t* p) { return {widen_half(p), widen_half(p + 8)}; }
   static void store_bf16(uint16_t* p, F32 a) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), bf16_half(a.lo));
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), bf16_half(a.hi));

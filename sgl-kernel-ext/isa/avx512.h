@@ -59,6 +59,9 @@ struct Avx512 {
     const __m512i h = _mm512_castps_si512(_mm512_mul_ps(high(w), s)), l = _mm512_castps_si512(_mm512_mul_ps(low(w), s));
     return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(l, 16), h);
   }
+  static F32 widen(const uint16_t* p) {
+    return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
+  }
   static void store_bf16(uint16_t* p, F32 a) {
     const __m512i u = _mm512_castps_si512(a), abs = _mm512_and_si512(u, _mm512_set1_epi32(0x7fffffff));
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(u, 16), _mm512_set1_epi32(1));

@@ -35,6 +35,7 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
   { I::e4m3(bytes) };
   { I::scale_pairs(p, f) };            // both halves of lane i times f[i], exact in bf16 or rounded to zero
   { I::store_bf16(bf16, f) };          // round to nearest even
+  { I::widen(codes) };                 // 16 bf16 values -> F32
   { I::prefetch(bytes) };              // into the first-level cache
   { I::prefetch_l2(bytes) };
 };

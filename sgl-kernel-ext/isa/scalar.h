@@ -74,6 +74,7 @@ struct Scalar {
       r.v[i] = (bits(from_bits(w.v[i] & 0xffff0000u) * s.v[i]) & 0xffff0000u) | bits(from_bits(w.v[i] << 16) * s.v[i]) >> 16;
     return r;
   }
+  static F32 widen(const uint16_t* p) { return each([=](int i) { return from_bits(uint32_t(p[i]) << 16); }); }
   LK_CALL static void store_bf16(uint16_t* p, F32 a) {
     for (int i = 0; i < 16; ++i) {
       const uint32_t u = bits(a.v[i]);

@@ -136,39 +136,35 @@ void Experts::set_bias(int expert, Part part, const float* values) {
   memcpy(bias(expert, part), values, size_t(part == Part::down ? shape_.hidden : shape_.width) * sizeof(float));
 }
 
+// Float32 activations are split into two bf16 rows, high part and rest.
+int split_of(const Forward& call) { return call.x_type == Type::f32 ? 2 : 1; }
+
 // Rows begin..end of the pass into the workspace as bf16, zero beyond the true width.
 void Experts::load_rows(const Forward& call, int64_t first, int begin, int end) {
-  const int padded = padded_depth(kernels_.layout, shape_.hidden);
+  const int padded = padded_depth(kernels_.layout, shape_.hidden), split = split_of(call);
   for (int t = begin; t < end; ++t) {
-    uint16_t* to = at<uint16_t>(engine_->work.x.data(), ptrdiff_t(t) * x_stride_ * 2);
+    uint16_t* to = at<uint16_t>(engine_->work.x.data(), ptrdiff_t(t) * split * x_stride_ * 2);
     const void* from = at<char>(call.x, (first + t) * call.x_stride);
-    if (call.x_type == Type::bf16) {
-      memcpy(to, from, size_t(shape_.hidden) * 2);
-    } else {
-      for (int k = 0; k < shape_.hidden; k += kColumns) {
-        float chunk[kColumns] = {};
-        memcpy(chunk, at<float>(from, ptrdiff_t(k) * 4), size_t(std::min(kColumns, shape_.hidden - k)) * 4);
-        engine_->kernels().to_bf16(chunk, to + k, kColumns, 1.0f);
-      }
-    }
-    memset(to + shape_.hidden, 0, size_t(padded - shape_.hidden) * 2);
+    if (split == 1) memcpy(to, from, size_t(shape_.hidden) * 2);
+    else engine_->kernels().split(at<float>(from, 0), to, to + x_stride_, shape_.hidden);
+    for (int part = 0; part < split; ++part) memset(to + part * x_stride_ + shape_.hidden, 0, size_t(padded - shape_.hidden) * 2);
   }
 }
 
 void Experts::gate_up(const Forward& call, int worker) {
   auto& work = engine_->work;
-  const int tiles = panel_count(shape_.width);
+  const int tiles = panel_count(shape_.width), split = split_of(call);
   work.schedule.share(worker, engine_->pool().size(), tiles, [&](const Schedule::Group& g, int tile, int count) {
     GateUp args;
     args.product = {matrix(g.expert, Part::gate).panels, up_panel_, tile, count, padded_depth(kernels_.layout, shape_.hidden),
-                    work.x_rows.data() + g.begin, g.end - g.begin, engine_->scratch(worker)};
+                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
     args.gate_scale = global_[size_t(g.expert) * 3];
     args.up_scale = global_[size_t(g.expert) * 3 + 1];
     args.gate_bias = bias(g.expert, Part::gate);
     args.up_bias = bias(g.expert, Part::up);
     args.input_weight = call.weight_on_input ? work.schedule.weight().data() + g.begin : nullptr;
     args.activation = activation_;
-    args.out = work.act_out.data() + g.begin;
+    args.out = work.act_out.data() + g.begin * split;
     kernels_.gate_up(args);
   });
 }
@@ -177,7 +173,7 @@ void Experts::gate_up(const Forward& call, int worker) {
 // depends neither on the number of threads nor on the other tokens.
 void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
   auto& work = engine_->work;
-  const int panels = panel_count(shape_.hidden), workers = engine_->pool().size();
+  const int panels = panel_count(shape_.hidden), workers = engine_->pool().size(), split = split_of(call);
   const int begin = panels * worker / workers, end = panels * (worker + 1) / workers;
   if (begin == end) return;
   for (int t = 0; t < tokens; ++t)
@@ -185,7 +181,7 @@ void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
   for (const Schedule::Group& g : work.schedule.groups()) {
     Down args;
     args.product = {matrix(g.expert, Part::down).panels, down_panel_, begin, end - begin, padded_depth(kernels_.layout, shape_.width),
-                    work.act_rows.data() + g.begin, g.end - g.begin, engine_->scratch(worker)};
+                    work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
     args.scale = global_[size_t(g.expert) * 3 + 2];
     args.bias = bias(g.expert, Part::down);
     args.weight = call.weight_on_input ? nullptr : work.schedule.weight().data() + g.begin;
@@ -220,21 +216,24 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
   const bool huge = engine_->huge();
   work.schedule.build(call.routing, first, tokens, shape_.experts);
   const auto& token = work.schedule.token();
-  const size_t slots = token.size();
-  work.x.reserve(size_t(tokens) * size_t(x_stride_) * 2, huge);
+  const size_t slots = token.size(), split = size_t(split_of(call));
+  work.x.reserve(size_t(tokens) * split * size_t(x_stride_) * 2, huge);
   work.out.reserve(size_t(tokens) * size_t(out_stride_) * 4, huge);
-  work.act.reserve(slots * size_t(act_stride_) * 2, huge);
-  work.x_rows.resize(slots);
-  work.act_rows.resize(slots);
-  work.act_out.resize(slots);
+  work.act.reserve(slots * split * size_t(act_stride_) * 2, huge);
+  work.x_rows.resize(slots * split);
+  work.act_rows.resize(slots * split);
+  work.act_out.resize(slots * split);
   work.out_rows.resize(slots);
   const int padded = padded_depth(kernels_.layout, shape_.width), written = round_up(shape_.width, kColumns);
   for (size_t i = 0; i < slots; ++i) {
-    uint16_t* act = at<uint16_t>(work.act.data(), ptrdiff_t(i) * act_stride_ * 2);
-    work.x_rows[i] = at<uint16_t>(work.x.data(), ptrdiff_t(token[i]) * x_stride_ * 2);
-    work.act_rows[i] = work.act_out[i] = act;
     work.out_rows[i] = at<float>(work.out.data(), ptrdiff_t(token[i]) * out_stride_ * 4);
-    if (padded > written) memset(act + written, 0, size_t(padded - written) * 2);
+    for (size_t part = 0; part < split; ++part) {
+      const size_t row = i * split + part;
+      uint16_t* act = at<uint16_t>(work.act.data(), ptrdiff_t(row) * act_stride_ * 2);
+      work.x_rows[row] = at<uint16_t>(work.x.data(), ptrdiff_t(size_t(token[i]) * split + part) * x_stride_ * 2);
+      work.act_rows[row] = work.act_out[row] = act;
+      if (padded > written) memset(act + written, 0, size_t(padded - written) * 2);
+    }
   }
   Pool& pool = engine_->pool();
   const bool together = tokens >= 4 * pool.size();  // few rows: the caller alone is faster than a barrier

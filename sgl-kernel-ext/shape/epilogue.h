@@ -45,7 +45,7 @@ template <class I> struct Maths {
   }
 };
 
-// Tile t of a gate_up product: panels 2t (gate) and 2t + 1 (up) of one row.
+// Tile t of a gate_up product: panels 2t (gate) and 2t + 1 (up) of one split row.
 template <class I> struct GateUpEpilogue {
   using F32 = typename I::F32;
   static constexpr int kPanels = 2;  // panels that belong together
@@ -66,7 +66,11 @@ template <class I> struct GateUpEpilogue {
     gate = M::apply(a.gate, a.alpha, gate);
     if (limited && a.limit_after) gate = I::min(gate, I::set1(a.limit));
     if (limited) up = I::max(I::min(up, I::set1(a.limit)), I::set1(-a.limit));
-    I::store_bf16(args.out[row] + tile * lk::kColumns, I::mul(gate, I::add(up, I::set1(a.up_bias))));
+    const F32 y = I::mul(gate, I::add(up, I::set1(a.up_bias)));
+    const int split = args.product.split;
+    uint16_t* out = args.out[row * split] + tile * lk::kColumns;
+    I::store_bf16(out, y);
+    if (split == 2) I::store_bf16(args.out[row * 2 + 1] + tile * lk::kColumns, I::fma(I::widen(out), I::set1(-1.0f), y));
   }
 };
 

@@ -87,11 +87,14 @@ void gemm_panels(const lk::Product& a, int panel, const Epilogue& done) {
         else prefetch_block<F, I, P>(a, panel + P, 0, t, tiles);
       }
     }
-    for (int r = 0; r < rows; ++r)
+    for (int r = 0; r < rows; r += a.split)
       for (int p = 0; p < P; p += Epilogue::kPanels) {
         typename I::F32 s[Epilogue::kPanels];
-        for (int q = 0; q < Epilogue::kPanels; ++q) s[q] = I::load(sums + (r * P + p + q) * 16);
-        done((panel + p) / Epilogue::kPanels, row + r, s);
+        for (int q = 0; q < Epilogue::kPanels; ++q) {
+          s[q] = I::load(sums + (r * P + p + q) * 16);
+          if (a.split == 2) s[q] = I::add(s[q], I::load(sums + ((r + 1) * P + p + q) * 16));
+        }
+        done((panel + p) / Epilogue::kPanels, (row + r) / a.split, s);
       }
   }
 }

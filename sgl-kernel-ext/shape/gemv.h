@@ -54,6 +54,17 @@ inline void gemv_panels(const lk::Product& a, const uint8_t* panels, const uint1
   }
 }
 
+// Adds the parts of split rows and hands every tile on.
+template <class I, int P, int R, class Epilogue>
+inline void finish(const lk::Product& a, int panel, int first, typename I::F32 (&sums)[R][P], const Epilogue& done) {
+  constexpr int kStep = Epilogue::kPanels;
+  for (int r = 0; r < R; r += a.split) {
+    if (R > 1 && a.split == 2)
+      for (int p = 0; p < P; ++p) sums[r][p] = I::add(sums[r][p], sums[r + 1 < R ? r + 1 : r][p]);
+    for (int p = 0; p < P; p += kStep) done((panel + p) / kStep, (first + r) / a.split, &sums[r][p]);
+  }
+}
+
 // R rows over all panels of the range, P at a time, the rest in the epilogue's own step.
 template <class F, class I, int P, int R, class Epilogue>
 void gemv_rows(const lk::Product& a, int first, const Epilogue& done) {
@@ -64,18 +75,18 @@ void gemv_rows(const lk::Product& a, int first, const Epilogue& done) {
   for (; p + P <= end; p += P) {
     typename I::F32 sums[R][P];
     gemv_panels<F, I, P, R>(a, a.panels + size_t(p) * a.panel_bytes, a.rows + first, decoder, sums);
-    for (int r = 0; r < R; ++r)
-      for (int q = 0; q < P; q += kStep) done((p + q) / kStep, first + r, &sums[r][q]);
+    finish<I>(a, p, first, sums, done);
   }
   if constexpr (P > kStep)
     for (; p < end; p += kStep) {
       typename I::F32 sums[R][kStep];
       gemv_panels<F, I, kStep, R>(a, a.panels + size_t(p) * a.panel_bytes, a.rows + first, decoder, sums);
-      for (int r = 0; r < R; ++r) done(p / kStep, first + r, sums[r]);
+      finish<I>(a, p, first, sums, done);
     }
 }
 
-// 1..kGemvRows rows. Sums and group sums must fit the registers: fewer panels as rows grow.
+// 1..kGemvRows rows. Sums and group sums must fit the registers: fewer panels as rows grow. Split rows come in
+// pairs, so they meet the cases 2 and 4 only.
 template <class F, class I, class Epilogue>
 void gemv(const lk::Product& a, const Epilogue& done) {
   constexpr int kNarrow = I::kTiles * 2, kOne = Epilogue::kPanels;

@@ -119,22 +119,23 @@ class Layer:
     activation: Activation = field(default_factory=Activation)
     biases: list[dict[str, np.ndarray]] | None = None
 
-    def forward(self, x, ids, weights, scale=1.0, weight_on_input=False) -> tuple[np.ndarray, np.ndarray]:
-        """float64 output [T, H] and the error allowed to a kernel, of the same shape (see ``_expert``)."""
+    def forward(self, x, ids, weights, scale=1.0, weight_on_input=False, step=2.0**-8) -> tuple[np.ndarray, np.ndarray]:
+        """float64 output [T, H] and the error allowed to a kernel, of the same shape (see ``_expert``); ``step`` is
+        the relative step of an activation, 2^-15 where float32 activations are split in two."""
         out, bound = np.zeros((len(x), self.hidden)), np.full((len(x), self.hidden), 1e-30)
         for t, row in enumerate(x):
             for k, e in enumerate(ids[t]):
                 if not 0 <= e < len(self.weights):
                     continue
-                y, allowed = self._expert(row, int(e), weights[t][k] if weight_on_input else 1.0)
+                y, allowed = self._expert(row, int(e), weights[t][k] if weight_on_input else 1.0, step)
                 w = 1.0 if weight_on_input else weights[t][k]
                 out[t] += w * y
                 bound[t] += abs(w) * allowed
         return out * scale, bound * abs(scale)
 
-    def _expert(self, x, e, input_weight):
-        """One expert's output and its error bound: the one bf16 rounding of the intermediate (half a step,
-        2^-9, taken twice for the roundings that follow), and f32 sums (2^-24 a term) that reach the output
+    def _expert(self, x, e, input_weight, step):
+        """One expert's output and its error bound: the one rounding of the intermediate (half a step, taken
+        twice for the roundings that follow), and f32 sums (2^-24 a term) that reach the output
         through both factors of the activation."""
         bias = self.biases[e] if self.biases else dict.fromkeys(("gate", "up", "down"), 0.0)
         m = {part: self.weights[e][part].values for part in ("gate", "up", "down")}
@@ -144,7 +145,7 @@ class Layer:
         reach = (np.abs(m["gate"]) @ np.abs(x) + np.abs(m["up"]) @ np.abs(x)) * abs(input_weight) + np.abs(bias["gate"] + bias["up"]) + 1
         down = np.abs(m["down"])
         terms = self.hidden + self.width + 64
-        allowed = down @ (np.abs(act) * 2.0**-8 + reach * factor * 4 * terms * 2.0**-24) + np.abs(bias["down"]) * 2.0**-20
+        allowed = down @ (np.abs(act) * step + reach * factor * (4 * terms * 2.0**-24 + (step if step < 2.0**-8 else 0))) + np.abs(bias["down"]) * 2.0**-20
         return m["down"] @ act + bias["down"], allowed
 
 

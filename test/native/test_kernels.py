@@ -139,10 +139,35 @@ def test_strided_views_and_other_dtypes_give_the_same_values():
     assert_bits_equal(run(experts, wider[:, :80], ids, w), plain)
     doubled = np.repeat(x, 2, axis=0)[::2]
     assert_bits_equal(run(experts, doubled, np.repeat(ids, 2, axis=0)[::2], np.repeat(w, 2, axis=0)[::2]), plain)
-    floats = np.ascontiguousarray(reference.bf16_to_f64(x), np.float32)
-    assert_bits_equal(run(experts, floats, ids.astype(np.int64), w), plain)
+    assert_bits_equal(run(experts, x, ids.astype(np.int64), w), plain)
     half = run(experts, x, ids, w, out_dtype="bf16")
     assert_bits_equal(half, reference.to_bf16(plain))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("shape", EDGES, ids=str)
+def test_float32_activations_keep_sixteen_bits(format, shape):
+    experts, hidden, width, top_k, tokens = shape
+    rng = np.random.default_rng(37)
+    layer = reference.random_layer(format, experts, hidden, width, rng)
+    _, ids, w = inputs(layer, tokens, top_k, rng)
+    x = rng.standard_normal((tokens, hidden)).astype(np.float32)
+    truth, bound = layer.forward(x.astype(np.float64), ids, w.astype(np.float64), step=2.0**-15)
+    outs = [run(build(layer, isa), x, ids, w) for isa in ISAS]
+    for out in outs:
+        assert_within(out, truth, bound + np.abs(truth) * 2.0**-22)
+        assert_bits_equal(out, outs[0])
+
+
+def test_float32_activations_are_far_closer_than_bf16_ones():
+    rng = np.random.default_rng(41)
+    layer = reference.random_layer("mxfp4", 4, 256, 128, rng)
+    _, ids, w = inputs(layer, 12, 2, rng, low=0)
+    x = rng.standard_normal((12, 256)).astype(np.float32)
+    truth, _ = layer.forward(x.astype(np.float64), ids, w.astype(np.float64))
+    fine = np.abs(run(build(layer), x, ids, w) - truth).max()
+    coarse = np.abs(run(build(layer), reference.to_bf16(x), ids, w) - truth).max()
+    assert 0 < fine < coarse / 50
 
 
 def test_a_batch_beyond_one_pass_equals_its_parts():

@@ -7,7 +7,7 @@ only. Nothing here starts or judges a server.
 import http.client
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -68,17 +68,17 @@ def chunks(response: http.client.HTTPResponse) -> Iterator[dict]:
     raise RequestFailed("the stream ended before its end mark")
 
 
-def generate(port: int, tokens: int, *, prompt: str | None = None, ids: list[int] | None = None) -> Answer:
-    """One greedy request of exactly ``tokens`` tokens, for a text or for token ids."""
-    source = {"text": prompt} if ids is None else {"input_ids": ids}
+def generate(port: int, tokens: int, *, prompt: str, seen: Callable[[str], None] = lambda text: None) -> Answer:
+    """One greedy request of exactly ``tokens`` tokens; ``seen`` is told the text as it grows."""
     sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
-    body = json.dumps(source | {"stream": True, "sampling_params": sampling})
+    body = json.dumps({"text": prompt, "stream": True, "sampling_params": sampling})
     out, arrivals = [], []
     start = time.perf_counter()
     with post(port, body) as response:
         for chunk in chunks(response):
             out = chunk["output_ids"]
             arrivals.append((time.perf_counter() - start, len(out)))
+            seen(chunk["text"])
     if len(out) != tokens:
         raise RequestFailed(f"{len(out)} tokens came back instead of {tokens}")
     return Answer(tuple(out), tuple(arrivals))
@@ -86,8 +86,12 @@ def generate(port: int, tokens: int, *, prompt: str | None = None, ids: list[int
 
 def generate_all(port: int, prompts: list[str], tokens: int, at_once: int) -> Iterator[Answer]:
     """Answers in the order of the prompts, ``at_once`` requests under way."""
-    with ThreadPoolExecutor(at_once) as pool:
+    pool = ThreadPoolExecutor(at_once)
+    try:
         yield from pool.map(lambda prompt: generate(port, tokens, prompt=prompt), prompts)
+    finally:
+        # Not waited for: after an interruption the open requests end with the server.
+        pool.shutdown(wait=False, cancel_futures=True)
 
 
 def prefill(port: int, batch: list[list[int]]) -> float:

@@ -17,7 +17,8 @@ from types import FrameType
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PATIENCE_S = 5
+# Upstream's server lingers after SIGTERM once its children are gone; nothing below us has work worth a longer wait.
+PATIENCE_S = 1
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -96,7 +97,7 @@ def reap() -> None:
 
 def end(processes: set[int]) -> None:
     """Asks politely, waits, then kills; returns when none of them is left."""
-    for number, patience in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, 2 * PATIENCE_S)):
+    for number, patience in ((signal.SIGTERM, PATIENCE_S), (signal.SIGKILL, 20)):
         for each in processes:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(each, number)

@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from launch import client, environment, machine, processes, progress, server
@@ -88,13 +89,17 @@ def measure_prefill(port: int, ids: list[int]) -> tuple[float, float]:
     return median(one[1:]), median(many[1:])
 
 
+def shown(line: progress.Line, head: str, text: str) -> None:
+    line.show(f"{head} …{text}".replace("\n", " "))
+
+
 def measure_decode(port: int, prompts: list[Prompt]) -> tuple[list[client.Answer], float]:
     """One prompt after the other, nothing else running: the answers, and decoded tokens per second."""
     line = progress.Line("Timed prompts, one at a time")
     answers = []
-    for prompt in prompts:
-        answers.append(client.generate(port, len(prompt.ids), prompt=prompt.text))
-        line.show(f"{len(answers)} of {len(prompts)}")
+    for index, prompt in enumerate(prompts):
+        show = partial(shown, line, f"{index + 1} of {len(prompts)}: {prompt.text}")
+        answers.append(client.generate(port, len(prompt.ids), prompt=prompt.text, seen=show))
     line.done()
     return answers, sum(each.decoded for each in answers) / sum(each.decode_s for each in answers)
 

@@ -70,8 +70,8 @@ class Server:
                 )
             if time.monotonic() - self.started > READY_S:
                 raise progress.StepFailed(f"{self.label} was not ready after {READY_S} s; see {self.log}")
-            tail = progress.lines(self.log)
-            line.show(tail[-1] if tail else "")
+            # Upstream's own log lines start with the time in brackets; the others are warnings of libraries.
+            line.show(next((text for text in reversed(progress.lines(self.log)) if text.startswith("[20")), ""))
             time.sleep(0.2)
         self.ready_s = time.monotonic() - self.started
         line.done()

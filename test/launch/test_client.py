@@ -1,9 +1,10 @@
 """The client against a made-up server: what comes back is checked, not hoped for."""
 
 import json
+import signal
 import threading
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import pytest
 
@@ -32,7 +33,7 @@ def server(*chunks: str, status: int = 200):
 
 
 def chunk(*ids: int) -> str:
-    return "data: " + json.dumps({"output_ids": ids}) + "\n\n"
+    return "data: " + json.dumps({"output_ids": ids, "text": "w" * len(ids)}) + "\n\n"
 
 
 DONE = "data: [DONE]\n\n"
@@ -40,7 +41,9 @@ DONE = "data: [DONE]\n\n"
 
 def test_ids_are_the_last_chunks_and_times_count_from_the_first_token():
     with server(chunk(5), chunk(5, 6, 7), DONE) as (port, requests):
-        answer = client.generate(port, 3, prompt="In the beginning")
+        texts = []
+        answer = client.generate(port, 3, prompt="In the beginning", seen=texts.append)
+    assert texts == ["w", "www"]
     assert answer.ids == (5, 6, 7)
     assert answer.decoded == 2
     assert [tokens for _, tokens in answer.arrivals] == [1, 3]
@@ -84,3 +87,30 @@ def test_a_prefill_batch_must_come_back_whole():
         with pytest.raises(client.RequestFailed) as error:
             client.prefill(port, [[1], [2], [3]])
     assert str(error.value) == "2 answers came back for 3 prompts"
+
+
+def _interrupt(number, frame):
+    raise InterruptedError
+
+
+def test_an_interruption_does_not_wait_for_open_requests():
+    release = threading.Event()
+    before = signal.signal(signal.SIGALRM, _interrupt)
+
+    class Slow(BaseHTTPRequestHandler):
+        def do_POST(self):
+            release.wait(30)
+
+        def log_message(self, *arguments):
+            """Quiet."""
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as http:
+        threading.Thread(target=http.serve_forever, daemon=True).start()
+        failed = client.generate_all(http.server_port, ["a", "b"], 1, 2)
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        with pytest.raises(InterruptedError):
+            next(failed)
+        assert not release.is_set()
+        release.set()
+        http.shutdown()
+    signal.signal(signal.SIGALRM, before)

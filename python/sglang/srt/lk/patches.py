@@ -133,23 +133,48 @@ def accept_modelopt_nvfp4(module: ModuleType) -> None:
     method.__init__ = __init__
 
 
+def admit_float32(name: str) -> Callable[[ModuleType], None]:
+    """Upstream's quantized kernels want 16-bit activations; ours take 32-bit ones too, and so do the unquantized layers
+    around them on a CPU."""
+
+    def patch(module: ModuleType) -> None:
+        config = getattr(module, name)
+        original = config.__dict__["get_supported_act_dtypes"]
+        function = getattr(original, "__func__", original)
+
+        @functools.wraps(function)
+        def get_supported_act_dtypes(cls: Any) -> list[Any]:
+            import torch
+
+            admitted = list(function(cls))
+            return [*admitted, torch.float32] if _without_gpu() and torch.float32 not in admitted else admitted
+
+        config.get_supported_act_dtypes = classmethod(get_supported_act_dtypes)
+
+    return patch
+
+
 def list_modelopt_for_cpus(module: ModuleType) -> None:
     """On a CPU with AMX upstream admits only the formats that its own kernels have; the experts of this one are ours."""
     module.CPU_QUANTIZATION_METHODS.setdefault("modelopt_fp4", module.BASE_QUANTIZATION_METHODS["modelopt_fp4"])
 
 
 _QUANTIZATION = "sglang.srt.layers.quantization"
-PATCHES: dict[str, Callable[[ModuleType], None]] = {
-    "sglang.srt.model_executor.model_runner": end_the_start,
-    "sglang.srt.model_loader.loader": check_files_first,
-    "sglang.srt.layers.moe.fused_moe_triton.layer": say_what_cannot_be_chosen,
-    f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": choose_nvfp4_without_a_gpu,
-    f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4_moe": accept_nvfp4_scheme,
-    f"{_QUANTIZATION}.modelopt_quant": accept_modelopt_nvfp4,
-    _QUANTIZATION: list_modelopt_for_cpus,
-    "sglang.srt.models.deepseek_common.attention_backend_handler": cpu_models.absorb_latent_attention,
-    "sglang.srt.models.minimax_m2": cpu_models.normalise_queries_and_keys,
-    "sglang.srt.models.qwen2_moe": cpu_models.gate_shared_expert,
+PATCHES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
+    "sglang.srt.model_executor.model_runner": (end_the_start,),
+    "sglang.srt.model_loader.loader": (check_files_first,),
+    "sglang.srt.layers.moe.fused_moe_triton.layer": (say_what_cannot_be_chosen,),
+    f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": (
+        choose_nvfp4_without_a_gpu,
+        admit_float32("CompressedTensorsConfig"),
+    ),
+    f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4_moe": (accept_nvfp4_scheme,),
+    f"{_QUANTIZATION}.modelopt_quant": (accept_modelopt_nvfp4, admit_float32("ModelOptFp4Config")),
+    f"{_QUANTIZATION}.mxfp4": (admit_float32("Mxfp4Config"),),
+    _QUANTIZATION: (list_modelopt_for_cpus,),
+    "sglang.srt.models.deepseek_common.attention_backend_handler": (cpu_models.absorb_latent_attention,),
+    "sglang.srt.models.minimax_m2": (cpu_models.normalise_queries_and_keys,),
+    "sglang.srt.models.qwen2_moe": (cpu_models.gate_shared_expert,),
 }
 
 
@@ -157,9 +182,9 @@ def install() -> None:
     """Patch each module as soon as it is imported; calling it again changes nothing."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
-    for name, patch in PATCHES.items():
+    for name, patches in PATCHES.items():
         if name in sys.modules:
-            patch(sys.modules[name])
+            _apply(patches, sys.modules[name])
     sys.meta_path.insert(0, _Finder())
 
 
@@ -199,20 +224,26 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        patch = PATCHES.get(fullname)
-        if patch is None:
+        if fullname not in PATCHES:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _patching(spec.loader.exec_module, patch)  # type: ignore[method-assign]
+            spec.loader.exec_module = _patching(spec.loader.exec_module, PATCHES[fullname])  # type: ignore[method-assign]
         return spec
 
 
-def _patching(execute: Callable[[ModuleType], None], patch: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
+def _patching(
+    execute: Callable[[ModuleType], None], patches: Sequence[Callable[[ModuleType], None]]
+) -> Callable[[ModuleType], None]:
     @functools.wraps(execute)
     def exec_module(module: ModuleType) -> None:
         execute(module)
-        patch(module)
+        _apply(patches, module)
 
     return exec_module
+
+
+def _apply(patches: Sequence[Callable[[ModuleType], None]], module: ModuleType) -> None:
+    for patch in patches:
+        patch(module)

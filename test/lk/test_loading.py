@@ -1,0 +1,400 @@
+"""Checkpoint tensors through the loaders into the real kernels, and every way in which a checkpoint can be wrong."""
+
+import json
+import threading
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sgl_kernel_ext", reason="the extension is not built")
+safetensors = pytest.importorskip("safetensors.torch")
+
+pytest.register_assert_rewrite("layers")
+import layers  # noqa: E402
+
+from sglang.srt.lk import formats, loading  # noqa: E402
+from sglang.srt.lk.formats import BIAS, CODES, GLOBAL, SCALES, UNUSED  # noqa: E402
+
+FORMATS = {known.__name__: known() for known in formats.FORMATS}
+ACTIVATIONS = {
+    "silu": layers.reference.Activation(),
+    "gelu": layers.reference.Activation("gelu_tanh"),
+    "gpt_oss": layers.reference.Activation(alpha=1.702, limit=0.5, up_bias=1.0),
+    "clamped_before": layers.reference.Activation(limit=0.3),
+    "clamped_after": layers.reference.Activation(limit=0.2, limit_after=True),
+}
+
+
+@pytest.fixture(params=FORMATS, ids=str)
+def format(request):
+    return FORMATS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """Whatever the package allocates holds NaN until it is written."""
+    empty = torch.empty
+
+    def poisoned(*args, **kwargs):
+        tensor = empty(*args, **kwargs)
+        return tensor.fill_(float("nan")) if tensor.is_floating_point() and tensor.element_size() > 1 else tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_a_loaded_layer_equals_the_float64_reference(format, activation):
+    layer = layers.random_layer(format, activation=ACTIVATIONS[activation])
+    store = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format))
+    assert store.missing() == []
+    for tokens in (1, 3, 17):
+        x, ids, weights = layers.batch(layer, tokens)
+        layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
+
+
+@pytest.mark.parametrize("options", [{}, {"scale": 2.5}, {"weight_on_input": True}], ids=str)
+def test_biases_scaling_and_weights_on_input_follow_the_reference(options):
+    format = FORMATS["Mxfp4"]
+    layer = layers.random_layer(format, activation=ACTIVATIONS["gpt_oss"], bias=True)
+    store = layers.load(layers.empty_store(layer, format, bias=True), layers.tensors(layer, format))
+    x, ids, weights = layers.batch(layer, 5, top_k=1 if "weight_on_input" in options else 3)
+    out = store.experts.forward(x, ids, weights, **options)
+    layers.assert_equals_reference(out, layer, x, ids, weights, **options)
+
+
+def test_two_ranks_add_up_to_the_whole_layer(format):
+    layer = layers.random_layer(format, width=128)
+    loaded = layers.tensors(layer, format)
+    x, ids, weights = layers.batch(layer, 6, dtype=torch.float32)
+    halves = [layers.load(layers.empty_store(layer, format, rank=rank, ranks=2), loaded) for rank in range(2)]
+    assert [half.missing() for half in halves] == [[], []]
+    out = sum(half.experts.forward(x, ids, weights) for half in halves)
+    layers.assert_equals_reference(out, layer, x, ids, weights)
+
+
+def test_a_rank_packs_the_bytes_of_its_own_rows_and_columns(format):
+    layer = layers.random_layer(format, width=128)
+    x, ids, weights = layers.batch(layer, 4)
+    loaded = layers.tensors(layer, format)
+    second = layers.load(layers.empty_store(layer, format, rank=1, ranks=2), loaded)
+    half = layers.random_layer(format, width=64)  # only for its sizes
+    alone = layers.empty_store(half, format)
+    layers.load(alone, {key: cut(tensor, *key[1:]) for key, tensor in loaded.items()})
+    assert torch.equal(second.experts.forward(x, ids, weights), alone.experts.forward(x, ids, weights))
+
+
+def cut(tensor, part, what):
+    """The second half of the rows of gate and up, or of the columns of down."""
+    if what == GLOBAL:
+        return tensor
+    return tensor.chunk(2, dim=1 if part == "down" else 0)[1].clone()
+
+
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "by_turns"])
+def test_stacked_experts_are_taken_apart(format, interleaved):
+    layer = layers.random_layer(format)
+    loaded = layers.tensors(layer, format)
+    store = layers.empty_store(layer, format)
+    experts = range(len(layer.weights))
+    for what in (what for what in format.needs if what != GLOBAL):
+        pairs = [(loaded[e, "gate", what], loaded[e, "up", what]) for e in experts]
+        w13 = torch.stack([by_turns(*pair) if interleaved else torch.cat(pair) for pair in pairs])
+        layers.loader(store, "w13", what, interleaved=interleaved)(None, w13, "w13", shard_id="w13")
+        layers.loader(store, "w2", what)(None, torch.stack([loaded[e, "down", what] for e in experts]), "w2", "w2", None)
+    layers.load(store, loaded, only=lambda expert, part, what: what == GLOBAL)
+    assert store.missing() == []
+    x, ids, weights = layers.batch(layer, 4)
+    whole = layers.load(layers.empty_store(layer, format), loaded)
+    assert torch.equal(store.experts.forward(x, ids, weights), whole.experts.forward(x, ids, weights))
+
+
+def by_turns(gate, up):
+    return torch.stack([gate.view(torch.uint8), up.view(torch.uint8)], dim=1).flatten(0, 1).view(gate.dtype)
+
+
+def test_a_share_that_the_model_code_has_cut_is_taken_as_it_is():
+    """gpt-oss hands over every rank's rows of the stacked tensors, in blocks of 32 columns."""
+    format = FORMATS["Mxfp4"]
+    layer = layers.random_layer(format, width=64)
+    loaded = layers.tensors(layer, format)
+    store = layers.empty_store(layers.random_layer(format, width=128), format, rank=1, ranks=2)
+    for what in format.needs:
+        w13 = torch.stack([by_turns(loaded[e, "gate", what], loaded[e, "up", what]) for e in range(4)])
+        w2 = torch.stack([loaded[e, "down", what] for e in range(4)])
+        if what == CODES:
+            w13, w2 = (w.unflatten(-1, (-1, 16)) for w in (w13, w2))
+        layers.loader(store, "w13", what, interleaved=True)(None, w13, weight_name="w13", shard_id=None, expert_id=None)
+        layers.loader(store, "w2", what)(None, w2, weight_name="w2", shard_id=None, expert_id=None)
+    x, ids, weights = layers.batch(layer, 4)
+    layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
+
+
+def test_transposed_and_strided_tensors_pack_like_contiguous_ones():
+    format = FORMATS["Unquantized"]
+    layer = layers.random_layer(format)
+    loaded = layers.tensors(layer, format)
+    x, ids, weights = layers.batch(layer, 4)
+    plain = layers.load(layers.empty_store(layer, format), loaded).experts.forward(x, ids, weights)
+    turned = {key: tensor.T.contiguous().T for key, tensor in loaded.items()}
+    wide = {key: torch.cat([tensor, tensor.new_full(tensor.shape, 7)], dim=1)[:, : tensor.shape[1]] for key, tensor in loaded.items()}
+    for other in (turned, wide):
+        store = layers.load(layers.empty_store(layer, format), other)
+        assert torch.equal(store.experts.forward(x, ids, weights), plain)
+
+
+def test_ids_of_any_integer_type_and_stride_give_the_same_and_foreign_ids_nothing():
+    format = FORMATS["Unquantized"]
+    layer = layers.random_layer(format)
+    experts = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format)).experts
+    x, ids, weights = layers.batch(layer, 6, top_k=3)
+    plain = experts.forward(x, ids, weights)
+    assert torch.equal(experts.forward(x, ids.long(), weights), plain)
+    assert torch.equal(experts.forward(x, ids.T.contiguous().T, weights.T.contiguous().T), plain)
+    assert torch.equal(experts.forward(torch.stack([x, x * 3], 1)[:, 0], torch.cat([ids, ids], 1)[:, :3], weights), plain)
+    for foreign in (-1, 4, 9, -(2**31), 2**31 - 1):
+        wide = torch.cat([ids, torch.full((6, 2), foreign, dtype=torch.int32)], 1)
+        assert torch.equal(experts.forward(x, wide, torch.cat([weights, torch.ones(6, 2)], 1)), plain)
+    assert not experts.forward(x, torch.full_like(ids, -1), weights).any()
+    assert torch.equal(experts.forward(x, ids, weights.bfloat16()), experts.forward(x, ids, weights.bfloat16().float()))
+
+
+def test_a_batch_without_tokens_gives_none_back():
+    layer = layers.random_layer(FORMATS["Mxfp4"])
+    experts = layers.load(layers.empty_store(layer, FORMATS["Mxfp4"]), layers.tensors(layer, FORMATS["Mxfp4"])).experts
+    x, ids, weights = layers.batch(layer, 0)
+    assert experts.forward(x, ids, weights).shape == (0, layer.hidden)
+
+
+@pytest.mark.parametrize("exponents", [(-13, -10), (-10, -13)], ids=["up_larger", "gate_larger"])
+def test_both_nvfp4_conventions_of_one_expert_give_the_same_bits_when_gate_and_up_differ(exponents):
+    multiplies, divides = FORMATS["ModelOptNvfp4"], FORMATS["CompressedTensorsNvfp4"]
+    layer = layers.random_layer(multiplies)
+    for parts in layer.weights:
+        for part, exponent in zip(("gate", "up", "down"), (*exponents, -9), strict=True):
+            matrix = parts[part]
+            matrix.values *= 2.0**exponent / matrix.global_scale
+            matrix.global_scale = 2.0**exponent
+    x, ids, weights = layers.batch(layer, 5)
+    x = (x.float() * 64).bfloat16()
+    outs = [
+        layers.load(layers.empty_store(layer, format), layers.tensors(layer, format)).experts.forward(x, ids, weights)
+        for format in (multiplies, divides)
+    ]
+    assert torch.equal(*outs)
+    layers.assert_equals_reference(outs[0], layer, x, ids, weights)
+
+
+def test_activation_scales_are_not_needed():
+    format = FORMATS["ModelOptNvfp4"]
+    layer = layers.random_layer(format)
+    store = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format))
+    layers.loader(store, "w13", UNUSED)(None, torch.tensor(0.0), "w13_input_scale", "w1", 0)
+    assert store.missing() == []
+
+
+@pytest.mark.parametrize("spelled", ["uint8", "float8_e8m0fnu", "float32"])
+def test_e8m0_scales_mean_the_same_in_every_type(spelled):
+    format = FORMATS["DeepseekMxfp4"]
+    layer = layers.random_layer(format)
+    loaded = layers.tensors(layer, format)
+    if spelled != "uint8":
+        loaded = {
+            key: tensor.view(torch.float8_e8m0fnu).to(getattr(torch, spelled)) if key[2] == SCALES else tensor
+            for key, tensor in loaded.items()
+        }
+    x, ids, weights = layers.batch(layer, 3)
+    store = layers.load(layers.empty_store(layer, format), loaded)
+    layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_wider_checkpoints_are_cast_as_upstream_casts_them(dtype):
+    format = FORMATS["Unquantized"]
+    layer = layers.random_layer(format)
+    loaded = layers.tensors(layer, format)
+    store = layers.load(layers.empty_store(layer, format), {key: tensor.to(dtype) for key, tensor in loaded.items()})
+    x, ids, weights = layers.batch(layer, 3)
+    plain = layers.load(layers.empty_store(layer, format), {key: tensor.to(dtype).bfloat16() for key, tensor in loaded.items()})
+    assert torch.equal(store.experts.forward(x, ids, weights), plain.experts.forward(x, ids, weights))
+
+
+def test_loading_from_many_threads_is_loading(format):
+    layer = layers.random_layer(format, experts=16)
+    loaded = list(layers.tensors(layer, format).items())
+    store = layers.empty_store(layer, format)
+    threads = [threading.Thread(target=layers.load, args=(store, dict(loaded[n::6]))) for n in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert store.missing() == []
+    x, ids, weights = layers.batch(layer, 8)
+    layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
+
+
+def test_a_start_without_a_checkpoint_has_valid_experts(format):
+    layer = layers.random_layer(format)
+    store = layers.empty_store(layer, format)
+    store.fill_with_samples(seed=1)
+    x, ids, weights = layers.batch(layer, 4)
+    out = store.experts.forward(x, ids, weights)
+    assert store.missing() == []
+    assert out.isfinite().all() and out.any()
+
+
+def said_by(action, *args, **kwargs) -> str:
+    """The one message of a refused action."""
+    with pytest.raises(loading.LoadError) as caught:
+        action(*args, **kwargs)
+    return str(caught.value)
+
+
+# What can be wrong -------------------------------------------------------------------------------------------------
+
+
+def refusal(format, what, change, *, part="up") -> str:
+    layer = layers.random_layer(format)
+    loaded = layers.tensors(layer, format)
+    loaded[2, part, what] = change(loaded[2, part, what].clone())
+    return said_by(layers.load, layers.empty_store(layer, format), loaded)
+
+
+def with_byte(value, tensor):
+    tensor.view(torch.uint8)[1, 0] = value
+    return tensor
+
+
+def with_number(value, tensor):
+    tensor[1, 0] = value
+    return tensor
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "change", "said"),
+    [
+        ("Unquantized", CODES, lambda t: with_number(float("nan"), t), "1 of 6144 weights are not valid"),
+        ("Unquantized", CODES, lambda t: with_number(float("-inf"), t), "1 of 6144 weights are not valid"),
+        ("Unquantized", CODES, lambda t: t[:-1], "the shape is [95, 64]; expected [96, 64]"),
+        ("Unquantized", CODES, lambda t: t.T, "the shape is [64, 96]; expected [96, 64]"),
+        ("Unquantized", CODES, lambda t: t.to(torch.float8_e4m3fn), "the type is float8_e4m3fn; expected bfloat16"),
+        ("Mxfp4", CODES, lambda t: t[:, :-1], "the shape is [96, 31]; expected [96, 32]"),
+        ("Mxfp4", CODES, lambda t: t.to(torch.int32), "the type is int32; expected uint8"),
+        ("Mxfp4", SCALES, lambda t: with_byte(255, t), "1 of 192 scales are not valid"),
+        ("Mxfp4", SCALES, lambda t: t.repeat(1, 2), "the shape is [96, 4]; expected [96, 2]"),
+        ("DeepseekMxfp4", SCALES, lambda t: t.float() + 0.5, "must be powers of two"),
+        ("ModelOptNvfp4", SCALES, lambda t: with_byte(0x7F, t), "1 of 384 scales are not valid"),
+        ("ModelOptNvfp4", SCALES, lambda t: with_byte(0xB8, t), "1 of 384 scales are not valid"),
+        ("ModelOptNvfp4", GLOBAL, lambda t: t * 0, "the per-tensor scale is 0.0"),
+        ("CompressedTensorsNvfp4", GLOBAL, lambda t: t * float("nan"), "the per-tensor scale is nan"),
+        ("CompressedTensorsNvfp4", GLOBAL, lambda t: t.repeat(2), "has shape [2]; expected one number"),
+    ],
+)  # fmt: skip
+def test_a_bad_tensor_is_named_by_layer_expert_and_part(name, what, change, said):
+    message = refusal(FORMATS[name], what, change)
+    assert said in message
+    assert f"{layers.NAME}: expert 2, up, {what}: " in message
+
+
+def test_a_bad_tensor_is_named_by_file_too(monkeypatch, tmp_path):
+    files = loading.Files()
+    safetensors.save_file({f"{layers.NAME}.2.up_proj.weight": torch.zeros(1)}, tmp_path / "model-00007.safetensors")
+    files.check(tmp_path, tmp_path.glob("*.safetensors"))
+    monkeypatch.setattr(loading, "files", files)
+    message = refusal(FORMATS["Unquantized"], CODES, lambda t: t[:-1])
+    assert f"(tensor {layers.NAME}.2.up_proj.weight in model-00007.safetensors)" in message
+
+
+@pytest.mark.parametrize(
+    ("tensor", "part", "what", "found"),
+    [
+        ("model.layers.3.mlp.experts.7.gate_proj.weight_packed", "gate", CODES, True),
+        ("model.layers.3.mlp.experts.17.gate_proj.weight_packed", "gate", CODES, False),
+        ("model.layers.13.mlp.experts.7.gate_proj.weight", "gate", CODES, False),
+        ("model.layers.3.block_sparse_moe.experts.7.w2.weight", "down", CODES, True),
+        ("model.layers.3.mlp.experts.gate_up_proj_blocks", "up", CODES, True),
+        ("model.layers.3.mlp.experts.gate_up_proj_bias", "up", BIAS, True),
+        ("model.layers.3.mlp.experts.gate_up_proj_bias", "up", CODES, False),
+        ("model.layers.3.mlp.experts.7.up_proj.weight_scale", "up", SCALES, True),
+        ("model.layers.3.mlp.experts.7.up_proj.weight_scale_2", "up", SCALES, False),
+        ("model.layers.3.mlp.experts.7.up_proj.weight_scale_2", "up", GLOBAL, True),
+        ("model.layers.3.mlp.shared_experts.up_proj.weight", "up", CODES, False),
+    ],
+)
+def test_the_file_of_a_part_is_found_by_the_tensors_name(tensor, part, what, found, tmp_path):
+    safetensors.save_file({tensor: torch.zeros(1)}, tmp_path / "a.safetensors")
+    files = loading.Files()
+    files.check(tmp_path, [tmp_path / "a.safetensors"])
+    assert files.find(3, 7, part, what) == ((tensor, "a.safetensors") if found else None)
+
+
+def test_experts_that_do_not_exist_are_refused():
+    layer = layers.random_layer(FORMATS["Unquantized"])
+    store = layers.empty_store(layer, FORMATS["Unquantized"])
+    w13, w2 = (layers.loader(store, half, CODES) for half in ("w13", "w2"))
+    assert "expert 4 does not exist, the layer has 4" in said_by(w13, None, torch.zeros(96, 64), "", "w1", 4)
+    assert "[3, 64, 96] does not stack the layer's 4 experts" in said_by(w2, None, torch.zeros(3, 64, 96), "", "w2", None)
+    assert "'w9' is no part" in said_by(w2, None, torch.zeros(64, 96), "", "w9", 0)
+    assert "'w2' is no part" in said_by(w13, None, torch.zeros(64, 96), "", "w2", 0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_expert_of_half_the_width_is_no_share_of_a_rank(ranks):
+    layer = layers.random_layer(FORMATS["Unquantized"], width=128)
+    store = layers.empty_store(layer, FORMATS["Unquantized"], ranks=ranks)
+    message = said_by(layers.loader(store, "w13", CODES), None, torch.zeros(64, 64), "", "w1", 0)
+    assert "the shape is [64, 64]; expected [128, 64]" in message
+
+
+def test_what_never_came_is_listed(format):
+    layer = layers.random_layer(format)
+    store = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format), only=lambda e, part, what: e != 1)
+    message = str(loading.missing_error(store))
+    assert f"{layers.NAME}: the checkpoint has no expert 1 gate codes" in message
+    more = 3 * len(format.needs) - 4
+    assert (f"and {more} more" in message) == (more > 0)
+    assert all(expert == 1 for expert, _, _ in store.missing())
+
+
+def test_a_layer_that_serves_takes_no_new_weights():
+    format = FORMATS["Unquantized"]
+    layer = layers.random_layer(format)
+    store = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format))
+    store.complete = True
+    assert "cannot be replaced while serving" in said_by(layers.load, store, layers.tensors(layer, format))
+
+
+def shards(folder, *, listed=("a", "b"), written=("a", "b")):
+    """A checkpoint of one tensor per shard, with an index that lists some shards."""
+    for name in written:
+        safetensors.save_file({name: torch.arange(1000.0)}, folder / f"{name}.safetensors")
+    index = {"weight_map": {name: f"{name}.safetensors" for name in listed}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return sorted(folder.glob("*.safetensors"))
+
+
+def test_a_whole_checkpoint_passes(tmp_path):
+    files = loading.Files()
+    files.check(tmp_path, shards(tmp_path))
+    (tmp_path / "model.safetensors.index.json").unlink()
+    assert files.check(tmp_path, sorted(tmp_path.glob("*.safetensors"))) is None
+
+
+def test_cut_off_and_missing_shards_are_named_together(tmp_path):
+    files = shards(tmp_path, listed=("a", "b", "c"))
+    files[0].write_bytes(files[0].read_bytes()[:-100])
+    message = said_by(loading.Files().check, tmp_path, files)
+    assert "a.safetensors" in message and "cut off" in message
+    assert "c.safetensors" in message and "missing" in message
+
+
+def test_an_index_entry_that_another_file_makes_up_for_is_only_stale(tmp_path):
+    files = shards(tmp_path)
+    index = {"weight_map": {"a": "a.safetensors", "b": "gone.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert loading.Files().check(tmp_path, files) is None
+
+
+def test_a_damaged_index_is_named(tmp_path):
+    files = shards(tmp_path)
+    (tmp_path / "model.safetensors.index.json").write_text("{")
+    assert "model.safetensors.index.json is damaged" in said_by(loading.Files().check, tmp_path, files)

@@ -1,0 +1,6 @@
+"""``pages`` is importable, and its assertions count like the tests' own."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))

@@ -32,3 +32,17 @@ def test_queries_and_keys_are_normalised_over_the_columns_of_all_ranks(ranks):
         for x, w, whole, out in ((a, wa, q, found[0]), (b, wb, k, found[1])):
             expected = x * w * torch.rsqrt((whole**2).mean(-1, keepdim=True) + 1e-6)
             assert (out - expected).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_a_sink_takes_weight_and_gives_nothing(window):
+    heads, kv_heads, rows, width = 4, 2, 7, 8
+    q, k, v = (draw(1, h, rows, width, seed=i) for i, h in enumerate((heads, kv_heads, kv_heads)))
+    sinks = draw(heads, seed=9)
+    seen = torch.ones(rows, rows, dtype=torch.bool).tril()
+    options = dict(is_causal=True) if window is None else dict(attn_mask=(seen := seen.triu(1 - window)))
+    found = cpu_models.sink_attention(q, k, v, sinks, scale=0.3, enable_gqa=True, **options)
+    for head in range(heads):
+        scores = (q[0, head] @ k[0, head // 2].T * 0.3).masked_fill(~seen, float("-inf"))
+        weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks[head].exp())
+        assert (found[0, head] - weights @ v[0, head // 2]).abs().max() < 1e-5

@@ -57,6 +57,7 @@ class Architecture:
     packed: bool = False  # the experts are stored in that format (else, of the same values, as BF16)
     upstream_class: str = ""  # where upstream registers the model under another name than transformers
     drop: str = ""  # tensors that transformers saves and this publisher does not
+    float32: bool = True  # upstream's model computes in float32, too
     zero_centred_norms: bool = False  # the norm multiplies by 1 + weight
     serve: dict = dataclasses.field(default_factory=dict)  # further arguments of the engine
 
@@ -102,7 +103,7 @@ def _rows() -> list[Architecture]:
         a("hunyuan_v1_moe_no_qk_norm", "hunyuan_v1_moe",
           dict(intermediate_size=64, moe_intermediate_size=64, num_experts=8, moe_topk=2, use_qk_norm=False, use_mixed_mlp_moe=True,
                num_shared_expert=1, use_cla=False), drop="(query|key)_layernorm"),
-        a("llama4", "llama4", dict(text_config={**COMMON, **llama4}, vision_config=vision), auto="AutoModelForImageTextToText"),
+        a("llama4", "llama4", dict(text_config={**COMMON, **llama4}, vision_config=vision), auto="AutoModelForImageTextToText", float32=False),
         a("exaone_moe", "exaone_moe", {**ROUTED, "num_experts": 8, "num_shared_experts": 1}),
         a("cohere2_moe", "cohere2_moe", EXPERTS),
         a("lfm2_moe", "lfm2_moe", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),

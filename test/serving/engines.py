@@ -128,7 +128,8 @@ def reason(log: str) -> str:
             break
     if not found:
         return "no traceback; the log ends: " + " | ".join(log.splitlines()[-3:])
-    return f"{found.strip()} (at {places[-1]})"
+    upstream = [place for place in places if place.startswith("sglang/")]
+    return f"{found.strip()} (at {(upstream or places)[-1]})"
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ patch for the module that it names in ``patches.PATCHES`` and says what upstream
 than a helper (another attention backend, a recurrent layer) stays what ``docs/reference/support-matrix.md`` says it is.
 """
 
+import functools
 from types import ModuleType
 from typing import Any
 
@@ -27,6 +28,63 @@ def normalise_queries_and_keys(module: ModuleType) -> None:
     if _on_cpu():
         module.rms_sumsq_serial = squares_of_both
         module.rms_apply_serial = normalise_both
+
+
+def attend_with_sinks(module: ModuleType) -> None:
+    """gpt-oss' attention has a sink per head: a logit without a value. ``torch_native`` knows none and refuses the argument;
+    its two entries get it, and its attention takes it into account while it is there."""
+    if not _on_cpu():
+        return
+    backend, plain = module.TorchNativeAttnBackend, module.scaled_dot_product_attention
+    sinks: list[Any] = []  # of the call under way; a scheduler attends on one thread
+
+    def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
+        return sink_attention(query, key, value, sinks[0], **options) if sinks else plain(query, key, value, **options)
+
+    module.scaled_dot_product_attention = attention
+    for name in ("forward_extend", "forward_decode"):
+        setattr(backend, name, _with_sinks(getattr(backend, name), sinks))
+
+
+def _with_sinks(original: Any, current: list[Any]) -> Any:
+    @functools.wraps(original)
+    def forward(self: Any, *args: Any, sinks: Any = None, **kwargs: Any) -> Any:
+        if sinks is None:
+            return original(self, *args, **kwargs)
+        current.append(sinks)
+        try:
+            return original(self, *args, **kwargs)
+        finally:
+            current.clear()
+
+    return forward
+
+
+def sink_attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    sinks: Any,
+    *,
+    attn_mask: Any = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """Attention over ``[1, heads, rows, width]`` in which each head's sink takes its share of the weight."""
+    import torch
+
+    heads, rows = query.shape[1], query.shape[2]
+    if enable_gqa:
+        key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    scores = query.float() @ key.float().mT * (query.shape[-1] ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(rows, key.shape[2], dtype=torch.bool).tril()
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, float("-inf"))
+    sink = sinks.float().view(1, heads, 1, 1).expand(1, heads, rows, 1)
+    weights = torch.cat([scores, sink], dim=-1).softmax(dim=-1)[..., :-1]
+    return (weights @ value.float()).to(query.dtype)
 
 
 def gated_add(hidden_states: Any, gate_weight: Any, shared_output: Any, final_hidden_states: Any) -> None:

@@ -172,6 +172,7 @@ PATCHES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     f"{_QUANTIZATION}.modelopt_quant": (accept_modelopt_nvfp4, admit_float32("ModelOptFp4Config")),
     f"{_QUANTIZATION}.mxfp4": (admit_float32("Mxfp4Config"),),
     _QUANTIZATION: (list_modelopt_for_cpus,),
+    "sglang.srt.layers.attention.torch_native_backend": (cpu_models.attend_with_sinks,),
     "sglang.srt.models.deepseek_common.attention_backend_handler": (cpu_models.absorb_latent_attention,),
     "sglang.srt.models.minimax_m2": (cpu_models.normalise_queries_and_keys,),
     "sglang.srt.models.qwen2_moe": (cpu_models.gate_shared_expert,),
@@ -229,19 +230,24 @@ class _Finder(importlib.abc.MetaPathFinder):
         others = (finder for finder in sys.meta_path if finder is not self)
         spec = next((spec for finder in others if (spec := finder.find_spec(fullname, path, target)) is not None), None)
         if spec is not None and spec.loader is not None:
-            spec.loader.exec_module = _patching(spec.loader.exec_module, PATCHES[fullname])  # type: ignore[method-assign]
+            spec.loader = _Loader(spec.loader, PATCHES[fullname])
         return spec
 
 
-def _patching(
-    execute: Callable[[ModuleType], None], patches: Sequence[Callable[[ModuleType], None]]
-) -> Callable[[ModuleType], None]:
-    @functools.wraps(execute)
-    def exec_module(module: ModuleType) -> None:
-        execute(module)
-        _apply(patches, module)
+class _Loader(importlib.abc.Loader):
+    """Stands before the module's own loader until the module has run; one of its own, since loaders may be shared."""
 
-    return exec_module
+    def __init__(self, own: Any, patches: Sequence[Callable[[ModuleType], None]]):
+        self._own = own
+        self._patches = patches
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._own.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        module.__loader__ = module.__spec__.loader = self._own
+        self._own.exec_module(module)
+        _apply(self._patches, module)
 
 
 def _apply(patches: Sequence[Callable[[ModuleType], None]], module: ModuleType) -> None:

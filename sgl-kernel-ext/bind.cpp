@@ -151,7 +151,7 @@ NB_MODULE(sgl_kernel_ext, m) {
     return lk::Experts::packed_bytes(format_of(format), hidden, width);
   }, "format"_a, "hidden"_a, "width"_a, "Bytes of one packed expert, padding included.");
 
-  nb::class_<lk::Engine>(m, "Engine", "Worker threads, kernel table and scratch that the layers of one process share.")
+  nb::class_<lk::Engine>(m, "Engine", "Worker threads, kernel table and workspace that the layers of one process share.")
       .def(nb::new_(&make_engine), "cpus"_a, "isa"_a = "", "bind"_a = "core", "spin_us"_a = 200, "huge"_a = true)
       .def_prop_ro("isa", [](lk::Engine& e) { return e.kernels().name; })
       .def_prop_ro("threads", [](lk::Engine& e) { return e.pool().size(); })

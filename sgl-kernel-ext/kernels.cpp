@@ -16,23 +16,16 @@ namespace {
 #include "format/mxfp4.h"
 #include "format/nvfp4.h"
 
-// Where the shapes change over and how far ahead weights are fetched: measured, see
-// docs/explanation/performance.md.
-constexpr int kGemvRows = 8;
+// Bytes ahead of their use that weights are fetched: measured, see docs/explanation/performance.md.
 constexpr int kAhead = 1024;
 
 #include "shape/epilogue.h"
-#include "shape/gemv.h"
-#include "shape/gemm.h"
+#include "shape/product.h"
 
 using I = LK_ISA_TYPE;
 
-template <class F, class Epilogue> void product(const lk::Product& a, const Epilogue& done) {
-  if (a.row_count <= kGemvRows) gemv<F, I>(a, done);
-  else gemm<F, I>(a, done);
-}
-template <class F> void gate_up(const lk::GateUp& args) { product<F>(args.product, GateUpEpilogue<I>{args}); }
-template <class F> void down(const lk::Down& args) { product<F>(args.product, DownEpilogue<I>{args}); }
+template <class F> void gate_up(const lk::GateUp& args) { product<F, I>(args.product, GateUpEpilogue<I>{args}); }
+template <class F> void down(const lk::Down& args) { product<F, I>(args.product, DownEpilogue<I>{args}); }
 template <class F> constexpr lk::FormatKernels kernels_of() { return {layout_of<F>(), gate_up<F>, down<F>}; }
 
 void to_bf16(const float* in, uint16_t* out, int n, float scale) {
@@ -75,7 +68,7 @@ double read(const void* data, size_t bytes) {
 
 // Independent dot2 chains on registers: the multiplier's peak.
 double peak(int64_t rounds, float* sink) {
-  constexpr int kChains = I::kGemmRows * I::kGemmPanels;
+  constexpr int kChains = I::kSums > 6 ? I::kSums : 6;
   alignas(64) uint16_t ones[32];
   for (auto& x : ones) x = 0x3f80;
   const auto w = I::load_pairs(reinterpret_cast<const uint8_t*>(ones));

@@ -53,7 +53,6 @@ struct Product {
   int depth;                    // padded k
   const uint16_t* const* rows;  // row_count pointers
   int row_count, split;         // row_count is a multiple of split
-  void* scratch;                // kScratchBytes, 64-byte aligned, private to the thread
 };
 
 struct GateUp {
@@ -72,12 +71,6 @@ struct Down {
   const float* weight;           // router weight per split row; null: 1
   float* const* out;             // per split row: f32, 16 values per panel; the result is added
 };
-
-constexpr int kGemmRows = 256;     // rows per pass of the blocked product
-constexpr int kGemmDepth = 256;    // k per block
-constexpr int kGemmMaxPanels = 4;
-constexpr size_t kScratchBytes =
-    size_t(kGemmMaxPanels) * kColumns * (size_t(kGemmDepth) * 2 + size_t(kGemmRows) * 4);
 
 struct FormatKernels {
   PanelLayout layout;

@@ -1,6 +1,6 @@
 // AVX2, FMA and F16C: Haswell and Zen onwards. No BMI2: PDEP is microcode on Zen 1 and 2.
 struct Avx2 {
-  static constexpr int kTiles = 1, kGemmRows = 4, kGemmPanels = 1;
+  static constexpr int kRows = 4, kSums = 4;
 
   struct F32 { __m256 lo, hi; };      // columns 0-7, 8-15
   struct Pairs { __m256i lo, hi; };
@@ -29,11 +29,6 @@ struct Avx2 {
   static Pairs load_pairs(const void* p) {
     auto q = static_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
-  }
-  static void store_pairs(void* p, Pairs a) {
-    auto q = static_cast<__m256i*>(p);
-    _mm256_storeu_si256(q, a.lo);
-    _mm256_storeu_si256(q + 1, a.hi);
   }
   static __m256 high(__m256i w) { return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int(0xffff0000u)))); }
   static __m256 low(__m256i w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }
@@ -85,11 +80,6 @@ struct Avx2 {
     return {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(h)), unit),
             _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)), unit)};
   }
-  static __m256i scale_half(__m256i w, __m256 s) {
-    const __m256i h = _mm256_castps_si256(_mm256_mul_ps(high(w), s)), l = _mm256_castps_si256(_mm256_mul_ps(low(w), s));
-    return _mm256_blend_epi16(_mm256_srli_epi32(l, 16), h, 0xaa);
-  }
-  static Pairs scale_pairs(Pairs w, F32 s) { return {scale_half(w.lo, s.lo), scale_half(w.hi, s.hi)}; }
   static __m128i bf16_half(__m256 a) {
     const __m256i u = _mm256_castps_si256(a), abs = _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff));
     const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(u, 16), _mm256_set1_epi32(1));
@@ -109,6 +99,5 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), bf16_half(a.hi));
   }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-  static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 static_assert(LaneIsa<Avx2>);

@@ -1,6 +1,6 @@
 // AVX-512 F, BW, VL and DQ: Skylake-X onwards.
 struct Avx512 {
-  static constexpr int kTiles = 2, kGemmRows = 4, kGemmPanels = 4;
+  static constexpr int kRows = 8, kSums = 16;
 
   using F32 = __m512;
   using Pairs = __m512i;
@@ -23,7 +23,6 @@ struct Avx512 {
   }
 
   static Pairs load_pairs(const void* p) { return _mm512_loadu_si512(p); }
-  static void store_pairs(void* p, Pairs a) { _mm512_storeu_si512(p, a); }
   static __m512 high(__m512i w) { return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000u)))); }
   static __m512 low(__m512i w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
   static __m512i two(const uint16_t* a) {
@@ -55,10 +54,6 @@ struct Avx512 {
     const __m512 f = _mm512_cvtph_ps(_mm256_slli_epi16(_mm256_cvtepu8_epi16(sixteen(p)), 7));
     return _mm512_mul_ps(f, _mm512_set1_ps(256.0f));
   }
-  static Pairs scale_pairs(Pairs w, F32 s) {
-    const __m512i h = _mm512_castps_si512(_mm512_mul_ps(high(w), s)), l = _mm512_castps_si512(_mm512_mul_ps(low(w), s));
-    return _mm512_mask_blend_epi16(0xaaaaaaaau, _mm512_srli_epi32(l, 16), h);
-  }
   static F32 widen(const uint16_t* p) {
     return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p))), 16));
   }
@@ -72,6 +67,5 @@ struct Avx512 {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(r));
   }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
-  static void prefetch_l2(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 static_assert(LaneIsa<Avx512>);

@@ -2,7 +2,7 @@
 #include "avx512.h"
 
 struct Avx512Bf16 : Avx512 {
-  static constexpr int kTiles = 2, kGemmRows = 6, kGemmPanels = 4;
+  static constexpr int kRows = 8, kSums = 16;
 
   using Pair = __m512i;
 

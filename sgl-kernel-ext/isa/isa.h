@@ -12,7 +12,7 @@ template <class I>
 concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::Pair a, typename I::Table t,
                            typename I::Pairs* out, const uint8_t* bytes, const float* in, float* to,
                            const uint16_t* codes, uint16_t* bf16) {
-  { I::kTiles + I::kGemmRows + I::kGemmPanels };  // register budget, see shape/
+  { I::kRows + I::kSums };             // rows at once (a power of two), F32 sums that fit the registers
   { I::zero() };                       // F32: 16 floats
   { I::set1(1.0f) };
   { I::load(in) };
@@ -26,16 +26,13 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
   { I::round(f) };                     // to nearest even integer
   { I::pow2(f) };                      // 2^f for integral f in [-126, 127]
   { I::load_pairs(bytes) };            // Pairs: one row of a panel
-  { I::store_pairs(out, p) };
   { I::broadcast(codes) };             // Pair: (k, k+1) of one activation row, for dot2
   { I::dot2(f, a, p) };                // f + a.high * p.high + a.low * p.low
   { I::table(codes) };                 // 16 bf16 values, looked up by
   { I::nibbles(bytes, t, out) };       // a 64-byte block of 4-bit codes -> 4 rows
   { I::e8m0(bytes) };                  // 16 scales of 16 columns -> F32
   { I::e4m3(bytes) };
-  { I::scale_pairs(p, f) };            // both halves of lane i times f[i], exact in bf16 or rounded to zero
   { I::store_bf16(bf16, f) };          // round to nearest even
   { I::widen(codes) };                 // 16 bf16 values -> F32
-  { I::prefetch(bytes) };              // into the first-level cache
-  { I::prefetch_l2(bytes) };
+  { I::prefetch(bytes) };
 };

@@ -3,7 +3,7 @@
 #define LK_CALL [[gnu::noinline]]
 
 struct Scalar {
-  static constexpr int kTiles = 1, kGemmRows = 2, kGemmPanels = 2;
+  static constexpr int kRows = 4, kSums = 4;
 
   struct F32 { float v[16]; };
   struct Pairs { uint32_t v[16]; };
@@ -39,7 +39,6 @@ struct Scalar {
     __builtin_memcpy(r.v, p, 64);
     return r;
   }
-  static void store_pairs(void* p, Pairs a) { __builtin_memcpy(p, a.v, 64); }
   static Pair broadcast(const uint16_t* a) { return {from_bits(uint32_t(a[1]) << 16), from_bits(uint32_t(a[0]) << 16)}; }
   LK_CALL static F32 dot2(F32 acc, Pair a, const Pairs& w) {
     return each([&](int i) {
@@ -68,12 +67,6 @@ struct Scalar {
       return e ? from_bits(uint32_t(e + 120) << 23 | uint32_t(m) << 20) : float(m) * 0x1p-9f;
     });
   }
-  LK_CALL static Pairs scale_pairs(const Pairs& w, F32 s) {
-    Pairs r;
-    for (int i = 0; i < 16; ++i)
-      r.v[i] = (bits(from_bits(w.v[i] & 0xffff0000u) * s.v[i]) & 0xffff0000u) | bits(from_bits(w.v[i] << 16) * s.v[i]) >> 16;
-    return r;
-  }
   static F32 widen(const uint16_t* p) { return each([=](int i) { return from_bits(uint32_t(p[i]) << 16); }); }
   LK_CALL static void store_bf16(uint16_t* p, F32 a) {
     for (int i = 0; i < 16; ++i) {
@@ -85,6 +78,5 @@ struct Scalar {
     }
   }
   static void prefetch(const void* p) { __builtin_prefetch(p); }
-  static void prefetch_l2(const void* p) { __builtin_prefetch(p, 0, 2); }
 };
 static_assert(LaneIsa<Scalar>);

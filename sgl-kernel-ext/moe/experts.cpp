@@ -32,8 +32,7 @@ template <class T> const T* at(const void* base, ptrdiff_t bytes) {
 }  // namespace
 
 Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge)
-    : kernels_(select_isa(isa)), huge_(huge), pool_(std::move(cpus), bind_each, spin_us),
-      scratch_(size_t(pool_.size()) * kScratchBytes, huge) {}
+    : kernels_(select_isa(isa)), huge_(huge), pool_(std::move(cpus), bind_each, spin_us) {}
 
 double Engine::read_gb_per_s(double megabytes, double seconds) {
   std::lock_guard lock(mutex_);
@@ -157,7 +156,7 @@ void Experts::gate_up(const Forward& call, int worker) {
   work.schedule.share(worker, engine_->pool().size(), tiles, [&](const Schedule::Group& g, int tile, int count) {
     GateUp args;
     args.product = {matrix(g.expert, Part::gate).panels, up_panel_, tile, count, padded_depth(kernels_.layout, shape_.hidden),
-                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
+                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split};
     args.gate_scale = global_[size_t(g.expert) * 3];
     args.up_scale = global_[size_t(g.expert) * 3 + 1];
     args.gate_bias = bias(g.expert, Part::gate);
@@ -181,7 +180,7 @@ void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
   for (const Schedule::Group& g : work.schedule.groups()) {
     Down args;
     args.product = {matrix(g.expert, Part::down).panels, down_panel_, begin, end - begin, padded_depth(kernels_.layout, shape_.width),
-                    work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
+                    work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split};
     args.scale = global_[size_t(g.expert) * 3 + 2];
     args.bias = bias(g.expert, Part::down);
     args.weight = call.weight_on_input ? nullptr : work.schedule.weight().data() + g.begin;

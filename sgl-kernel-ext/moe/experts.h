@@ -1,4 +1,4 @@
-// The engine (threads, kernel table, scratch) and one layer's experts: packing and the forward pass.
+// The engine (threads, kernel table, workspace) and one layer's experts: packing and the forward pass.
 #pragma once
 
 #include <memory>
@@ -25,7 +25,6 @@ class Engine {
   const Kernels& kernels() const { return kernels_; }
   Pool& pool() { return pool_; }
   bool huge() const { return huge_; }
-  void* scratch(int worker) { return scratch_.data() + size_t(worker) * kScratchBytes; }
   std::mutex& mutex() { return mutex_; }
 
   double read_gb_per_s(double megabytes, double seconds);  // a plain reader with all threads
@@ -46,7 +45,7 @@ class Engine {
   const Kernels& kernels_;
   bool huge_;
   Pool pool_;
-  Buffer scratch_, probe_;
+  Buffer probe_;
   std::mutex mutex_;
 };
 

@@ -96,14 +96,19 @@ def test_results_do_not_depend_on_the_number_of_threads(format):
             assert_bits_equal(run(build(layer, threads=threads), x, ids, w), one)
 
 
-def test_a_token_does_not_depend_on_the_other_tokens_of_its_shape_class():
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_token_does_not_depend_on_the_batch(format):
+    """One order of summation for any number of rows: alone, in a small and in a large batch, the same bits."""
     rng = np.random.default_rng(17)
-    layer = reference.random_layer("mxfp4", 8, 128, 64, rng)
-    x, ids, w = inputs(layer, 6, 2, rng, low=0)
-    experts = build(layer)
-    together = run(experts, x, ids, w)
-    for t in range(6):
-        assert_bits_equal(run(experts, x[t : t + 1], ids[t : t + 1], w[t : t + 1]), together[t : t + 1])
+    layer = reference.random_layer(format, 4, 160, 64, rng)
+    x, ids, w = inputs(layer, 70, 2, rng, low=0)
+    for rows in (x, reference.bf16_to_f64(x).astype(np.float32) * 1.001):
+        for isa in ISAS:
+            experts = build(layer, isa)
+            together = run(experts, rows, ids, w)
+            for size in (1, 2, 3, 7, 33):
+                part = slice(20, 20 + size)
+                assert_bits_equal(run(experts, rows[part], ids[part], w[part]), together[part])
 
 
 @pytest.mark.parametrize("wide", [np.int32, np.int64])
@@ -216,7 +221,7 @@ def check_decoding(format, isa, codes, scales, values):
     biases = [{"gate": np.ones(1, np.float32), "up": np.zeros(1, np.float32), "down": np.zeros(depth, np.float32)} for _ in range(rows)]
     layer = type(one)(format, depth, 1, weights, reference.Activation("relu2"), biases)
     experts = build(layer, isa)
-    for tokens in (1, 9):  # gemv and gemm decode
+    for tokens in (1, 9):  # one row, and a block of rows
         for k in range(depth):
             x = np.zeros((tokens, depth), np.uint16)
             x[:, k] = 0x3F80

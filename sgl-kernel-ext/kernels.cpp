@@ -17,7 +17,7 @@ namespace {
 #include "format/nvfp4.h"
 
 // Bytes ahead of their use that weights are fetched: measured, see docs/explanation/performance.md.
-constexpr int kAhead = 1024;
+constexpr int kAhead = 4096;
 
 #include "shape/epilogue.h"
 #include "shape/product.h"

@@ -46,17 +46,15 @@ void split(const float* in, uint16_t* high, uint16_t* rest, int n) {
   }
 }
 
-// Reads every line once, into sums that are used: what the memory gives to loads of this width.
+// Reads every line once, into sums that are used: what the memory gives to loads of this width. No prefetching:
+// for a plain stream the hardware's own was the fastest (54 against 46-50 GB/s on two Zen 4 cores).
 double read(const void* data, size_t bytes) {
   const uint8_t* p = static_cast<const uint8_t*>(data);
   typename I::F32 sum[8];
   for (auto& s : sum) s = I::zero();
   for (size_t i = 0; i + 512 <= bytes; i += 512)
 #pragma GCC unroll 8
-    for (int j = 0; j < 8; ++j) {
-      I::prefetch(p + i + j * 64 + 2048);
-      sum[j] = I::max(sum[j], I::load(reinterpret_cast<const float*>(p + i + j * 64)));
-    }
+    for (int j = 0; j < 8; ++j) sum[j] = I::max(sum[j], I::load(reinterpret_cast<const float*>(p + i + j * 64)));
   float out[16];
   double total = 0;
   for (auto& s : sum) {

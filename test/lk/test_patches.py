@@ -72,3 +72,13 @@ def test_every_patch_fits_the_upstream_of_this_build():
     layer = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
     for function in (runner.load_model, loader._prepare_weights, layer.__init__):
         assert function.__wrapped__.__module__ == function.__module__ and "lk/patches" in function.__code__.co_filename
+
+
+@pytest.mark.upstream
+def test_files_are_read_one_at_a_time_unless_the_user_says_how():
+    patches.install()
+    loader = importlib.import_module("sglang.srt.model_loader.loader").DefaultModelLoader
+    config = importlib.import_module("sglang.srt.configs.load_config").LoadConfig
+    assert loader(config()).load_config.model_loader_extra_config == {"enable_multithread_load": False}
+    chosen = {"num_threads": 4}
+    assert loader(config(model_loader_extra_config=dict(chosen))).load_config.model_loader_extra_config == chosen

@@ -67,6 +67,22 @@ def check_files_first(module: ModuleType) -> None:
     module.DefaultModelLoader._prepare_weights = _prepare_weights
 
 
+def read_one_file_at_a_time(module: ModuleType) -> None:
+    """After ``DefaultModelLoader.__init__``: files follow each other, unless ``--model-loader-extra-config`` says how to
+    load. Upstream opens nine at once and touches every tensor of each, which keeps 64 KB per tensor of the waiting files
+    resident (1.4 files of four, measured) and gains nothing where all threads pack one tensor together."""
+    original = _expect(module.DefaultModelLoader, "__init__", ["self", "load_config"])
+
+    @functools.wraps(original)
+    def __init__(self: Any, load_config: Any) -> None:
+        original(self, load_config)
+        chosen = load_config.model_loader_extra_config
+        if not chosen and load_config.load_format != "instanttensor":  # which takes no option that it does not know
+            load_config.model_loader_extra_config = {"enable_multithread_load": False}
+
+    module.DefaultModelLoader.__init__ = __init__
+
+
 def say_what_cannot_be_chosen(module: ModuleType) -> None:
     """Around ``FusedMoE.__init__``: when upstream itself finds no method for the layer's format, the message is ours,
     with the layer and the formats that do work."""
@@ -162,7 +178,7 @@ def list_modelopt_for_cpus(module: ModuleType) -> None:
 _QUANTIZATION = "sglang.srt.layers.quantization"
 PATCHES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     "sglang.srt.model_executor.model_runner": (end_the_start,),
-    "sglang.srt.model_loader.loader": (check_files_first,),
+    "sglang.srt.model_loader.loader": (check_files_first, read_one_file_at_a_time),
     "sglang.srt.layers.moe.fused_moe_triton.layer": (say_what_cannot_be_chosen,),
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": (
         choose_nvfp4_without_a_gpu,

@@ -1,4 +1,5 @@
-// What happens to a finished tile of sums: the activation of gate and up, or the weighted add.
+// What happens to a finished tile of sums: the activation of gate and up, or the weighted add. `expect` fetches
+// what will be written while the sums are made.
 // Elementwise, and written once over the operations of isa/, so every lane ISA rounds alike.
 
 template <class I> struct Maths {
@@ -51,6 +52,7 @@ template <class I> struct GateUpEpilogue {
   static constexpr int kPanels = 2;  // panels that belong together
   const lk::GateUp& args;
 
+  void expect(int tile, int row) const { I::prefetch(args.out[row * args.product.split] + tile * lk::kColumns); }
   void operator()(int tile, int row, const F32* sums) const {
     using M = Maths<I>;
     const lk::Activation& a = args.activation;
@@ -80,6 +82,7 @@ template <class I> struct DownEpilogue {
   static constexpr int kPanels = 1;
   const lk::Down& args;
 
+  void expect(int panel, int row) const { I::prefetch(args.out[row] + panel * lk::kColumns); }
   void operator()(int panel, int row, const F32* sums) const {
     F32 y = I::mul(sums[0], I::set1(args.scale));
     if (args.bias) y = I::add(y, I::load(args.bias + panel * lk::kColumns));

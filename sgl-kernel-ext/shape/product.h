@@ -72,6 +72,8 @@ inline void dot_panels(const lk::Product& a, const uint8_t* panels, const uint16
 template <class F, class I, int P, int N, int R, class Epilogue>
 inline void block(const lk::Product& a, int panel, int first, const typename F::template Decoder<I>& decoder, const Epilogue& done) {
   typename I::F32 all[R][N];
+  for (int r = 0; r < R; r += a.split)
+    for (int n = 0; n < N; n += Epilogue::kPanels) done.expect((panel + n) / Epilogue::kPanels, (first + r) / a.split);
   for (int n = 0; n < N; n += P) {
     typename I::F32 sums[R][P];
     dot_panels<F, I, P, R>(a, a.panels + size_t(panel + n) * a.panel_bytes, a.rows + first, decoder, sums);

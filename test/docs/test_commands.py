@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, SCRIPTS, Block, blocks, commands, flags
 
-FOREIGN = set("apt-get break cd curl echo grep jq kill mkdir pip python python3 rm sed sleep tee".split())
+FOREIGN = set("apt-get break cd curl echo grep jq kill mkdir pip python python3 rm sed sleep tee wait".split())
 FOREIGN_FLAGS = {
     "pip": {"--no-build-isolation", "--no-deps", "--no-index", "--find-links", "--progress-bar"},
 }

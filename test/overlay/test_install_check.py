@@ -1,7 +1,9 @@
 """Stock SGLang beside ours, over ours, or removed again: each said with the way out. On made-up folders."""
 
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from overlay.wheels import sha256
@@ -90,3 +92,14 @@ def test_a_stock_distribution_elsewhere_on_the_path_is_no_problem(folder, tmp_pa
     distribution(other, "sglang", "0.5.23")
     monkeypatch.setattr(sys, "path", [*sys.path, str(other)])
     assert install_check.problems() == []
+
+
+def test_the_abi_is_the_same_number_wherever_it_is_written():
+    root = Path(__file__).resolve().parents[2]
+    written = {
+        "python/sglang/srt/lk/kernels.py": r"^ABI = (\d+)$",
+        "python/sglang/srt/lk/install_check.py": r"^ABI = (\d+)$",
+        "sgl-kernel-ext/bind.cpp": r"\bkAbi = (\d+);",
+    }
+    found = {file: re.findall(pattern, (root / file).read_text(), re.MULTILINE) for file, pattern in written.items()}
+    assert found == dict.fromkeys(written, [str(install_check.ABI)])

@@ -1,6 +1,8 @@
 """The rule that every test compares something, on tests made for it."""
 
-from conftest import ROOT
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
 
 pytest_plugins = "pytester"
 

@@ -4,10 +4,11 @@ import json
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
-from conftest import ROOT
+ROOT = Path(__file__).resolve().parents[2]
 
 START = "from sglang.srt.lk.boot import start; start()"
 

@@ -4,16 +4,17 @@ import re
 import subprocess
 import sys
 from dataclasses import FrozenInstanceError, fields
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from conftest import ROOT
 from sglang.srt.lk import config
 from sglang.srt.lk.config import FIELDS, KNOWN, NOT_BUILT, VARIABLES, Config, ConfigError, conflicts, load, read
 from sglang.srt.lk.values import Layers, LayerSet
 
+ROOT = Path(__file__).resolve().parents[2]
 ON = {"LK_MOE_HYBRID_ENABLED": "1"}
 
 

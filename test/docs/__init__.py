@@ -1,0 +1,1 @@
+"""A package: another folder has a ``test_commands`` too."""

@@ -168,6 +168,26 @@ def test_the_end_of_the_load_says_who_does_what(method, caplog, monkeypatch):
     assert "1 MoE layers: 1 cpu" in caplog.text and "MXFP4" in caplog.text and "threads" in caplog.text
 
 
+@pytest.mark.parametrize(("module", "factor"), [("deepseek_v2", 1.0), ("glm4_moe", 1.0), ("qwen3_moe", 2.5), ("bailing_moe", 2.5)])
+def test_the_routed_scaling_factor_is_applied_once_by_layer_or_model(method, monkeypatch, module, factor):
+    import sglang.srt.layers.moe.fused_moe_triton as fused
+
+    layer = layers.random_layer(FORMATS["Unquantized"])
+    made = take_over(method, layer, "Unquantized", routed_scaling_factor=2.5)
+    load(made, layer, "Unquantized")
+    made.quant_method.process_weights_after_loading(made)
+    monkeypatch.setattr(fused, "FusedMoE", type(made.quant_method))
+    block = type("Block", (type("Base", (torch.nn.Module,), {"__module__": f"sglang.srt.models.{module}"}),), {})()
+    block.experts = made.quant_method  # stands for the layer: it is the module that is looked for
+    block.experts.layer_id = 3
+    block.experts.__dict__["quant_method"] = made.quant_method
+    model = torch.nn.Module()
+    model.mlp = block
+    method.finish(model, is_draft=False)
+    x, ids, weights = layers.batch(layer, 5)
+    layers.assert_equals_reference(ask(made, x, ids, weights), layer, x, ids, weights, scale=factor)
+
+
 def test_a_model_without_experts_is_refused_instead_of_served_as_stock(method):
     with pytest.raises(roles.RolesError) as caught:
         method.finish(torch.nn.Module(), is_draft=False)
@@ -198,3 +218,15 @@ def test_a_layer_that_was_not_loaded_is_fatal(method, monkeypatch):
     with pytest.raises(LoadError) as caught:
         method.finish(torch.nn.Module(), is_draft=False)
     assert "not loaded to the end" in str(caught.value)
+
+
+def test_beside_a_gpu_graphs_are_off_and_it_is_said_once(method, monkeypatch, caplog):
+    from sglang.srt import runtime_context
+
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="breakable"))
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs)))
+    with caplog.at_level("INFO"):
+        method._without_graphs()
+        method._without_graphs()
+    assert graphs.decode.backend == graphs.prefill.backend == "disabled"
+    assert sum("CUDA graphs are off" in record.message for record in caplog.records) == 1

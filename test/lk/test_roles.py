@@ -44,12 +44,9 @@ def test_one_layer_is_decided_as_all_are():
     assert role_of(Layer(0), Config(pool_slots=8, gpu_resident_moe_layers=listed(0)), device="cuda") is Role.RESIDENT
 
 
-def test_cpu_experts_beside_a_gpu_are_refused_with_the_ways_out():
-    (problem,) = problems(moe(0, 1, 2, 3), Config(gpu_resident_moe_layers=listed(0, 1)), device="cuda")
-    assert problem == (
-        "layers 2-3 of the main model: the CPU experts of this build serve --device cpu only: use that, "
-        "name the layers in LK_GPU_RESIDENT_MOE_LAYERS, or set LK_MOE_HYBRID_ENABLED=0"
-    )
+def test_layers_that_are_not_resident_have_cpu_experts_beside_a_gpu():
+    found = plan(moe(0, 1, 2, 3), Config(gpu_resident_moe_layers=listed(0, 1)), device="cuda")
+    assert [found.of(layer_id=n) for n in range(4)] == [Role.RESIDENT, Role.RESIDENT, Role.CPU, Role.CPU]
 
 
 def test_a_resident_list_without_a_gpu_is_refused():
@@ -77,8 +74,6 @@ def test_all_lists_are_checked_in_one_message():
     assert [problem.split(":")[0] for problem in found] == [
         "LK_GPU_RESIDENT_MOE_LAYERS=9",
         "LK_GPU_RESIDENT_MOE_LAYERS_SPEC=7",
-        "layers 0-1 of the main model",
-        "layer 0 of the draft model",
     ]
 
 

@@ -15,7 +15,7 @@ are created. With the switch off nothing here is imported and SGLang is stock. I
 - ``store``    the packed experts of one layer
 - ``kernels``  tensors in, native engine calls out
 - ``method``   the wrapper around SGLang's quantization method: wiring only
-- ``patches``  the few places where SGLang is changed while it runs
+- ``patches``  the few places where SGLang is changed while it runs; ``cpu_models`` has those for models on a CPU
 - ``cli``      the command ``sglang-lk``: ``doctor`` (with ``checkpoint``, ``machine``, ``install_check``, ``doctor_text``)
   and ``bench``; ``term`` draws their tables
 

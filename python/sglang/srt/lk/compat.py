@@ -87,12 +87,11 @@ def activation(config: Any) -> tuple[Activation, str | None]:
 
 
 def _device(args: Any) -> list[str]:
-    problems = []
-    if args.device != "cpu":
-        problems.append(f"--device {args.device}: the CPU experts of this build serve --device cpu only")
-    elif not _upstream_cpu():
-        problems.append("--device cpu needs SGLANG_USE_CPU_ENGINE=1 in the environment")
-    return problems
+    if args.device not in ("cpu", "cuda"):
+        return [f"--device {args.device} is not supported: use cuda or cpu"]
+    if args.device == "cpu" and not _upstream_cpu():
+        return ["--device cpu needs SGLANG_USE_CPU_ENGINE=1 in the environment"]
+    return []
 
 
 def _upstream_cpu() -> bool:

@@ -62,6 +62,7 @@ RENAMED = {
 BUILD = {
     "LK_UPSTREAM": ("version", "the pinned default", "SGLang release that the build wraps."),
     "LK_UPSTREAM_WHEELS": ("path", "unset", "Directory with upstream wheels for a build without network."),
+    "LK_VENV": ("path", ".venv", "Environment that the launch and test scripts make and use."),
 }
 
 

@@ -7,6 +7,7 @@ addressed row by row is copied first, one part of one expert at a time.
 A new activation is a field of ``Activation`` that the extension knows; a new tensor type is an entry in a table below.
 """
 
+import logging
 import threading
 from dataclasses import dataclass
 from functools import cache
@@ -16,6 +17,8 @@ from typing import Any
 import torch
 
 from sglang.srt.lk import boot, cpus
+
+logger = logging.getLogger(__name__)
 
 ABI = 1
 PARTS = ("gate", "up", "down")
@@ -66,6 +69,8 @@ def engine(*, rank: int = 0, ranks: int = 1) -> Any:
         if _engine is None:
             config = boot.current()
             share = cpus.usable(config, rank=rank, ranks=ranks, affinity=boot.affinity())
+            for warning in share.warnings:
+                logger.warning("Hybrid MoE: %s", warning)
             _engine = extension().Engine(
                 cpus=share.cpus,
                 isa=config.isa or "",

@@ -21,6 +21,10 @@ logger = logging.getLogger(__name__)
 # What a user can be told in one message; everything else is a bug and keeps its traceback.
 PROBLEMS = (compat.Refusal, loading.LoadError, roles.RolesError, kernels.KernelError)
 
+# Models that apply the routed scaling factor after the experts wherever these do not run on a GPU, although they hand it to
+# the layer as well. Everywhere else the layer's runner applies it, and so do we.
+SCALE_THEMSELVES_ON_CPU = frozenset(f"sglang.srt.models.{name}" for name in ("deepseek_v2", "glm4_moe", "glm4_moe_lite"))
+
 _progress = Progress()
 _layers: dict[roles.Key, tuple[roles.Layer, LayerStore | None]] = {}
 
@@ -76,7 +80,7 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """No runner of upstream's: only what the routed sum needs to know is kept."""
         self.weight_on_input = bool(moe_runner_config.apply_router_weight_on_input)
-        self.scale = _routed_scale(moe_runner_config)
+        self.scale = moe_runner_config.routed_scaling_factor or 1.0
 
     def get_moe_runner_backend(self, layer: Any) -> None:
         """None: a direct kernel that reads standard routing with this rank's expert ids."""
@@ -104,14 +108,11 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
             topk = topk.to_standard(layer_id=layer.layer_id)
         if not TopKOutputChecker.format_is_standard(topk):
             raise kernels.KernelError(f"Hybrid MoE: {self.name}: routing came as {type(topk).__name__}, not as a standard top-k")
-        hidden = self.store.experts.forward(
-            dispatch_output.hidden_states,
-            topk.topk_ids,
-            topk.topk_weights,
-            scale=self.scale,
-            weight_on_input=self.weight_on_input,
-        )
-        return StandardCombineInput(hidden_states=hidden)
+        hidden = dispatch_output.hidden_states
+        # From a GPU the copies wait for the stream, and the result is copied back in stream order.
+        host = [tensor.to("cpu") for tensor in (hidden, topk.topk_ids, topk.topk_weights)]
+        routed = self.store.experts.forward(*host, scale=self.scale, weight_on_input=self.weight_on_input)
+        return StandardCombineInput(hidden_states=routed.to(hidden.device))
 
 
 def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
@@ -119,14 +120,32 @@ def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
     args, config = _args(), boot.current()
     name = prefix or f"MoE layer {layer.layer_id}"
     is_draft = _is_draft(layer)
+    if all(key.is_draft != is_draft for key in _layers):
+        count = None if is_draft else _layer_count()
+        roles.check_list(config, device=args.device, layer_count=count, draft=_draft_kind(args) if is_draft else None)
     format = formats.format_for(base_method, getattr(layer, "scheme", None))
     facts = roles.Layer(layer.layer_id, is_draft, format.label if format else type(base_method).__name__, draft=_draft_kind(args))
     if roles.role_of(facts, config, device=args.device) is roles.Role.RESIDENT:
         _layers[facts.key] = (facts, None)
         return base_method
     compat.check(layer=layer, name=name, method=base_method, format=format, args=args)
+    if args.device == "cuda":
+        _without_graphs()
     assert format is not None, "compat.check refuses unknown formats"
     return HybridMoEMethod(base_method, name=name, format=format)
+
+
+def _without_graphs() -> None:
+    """A captured step cannot wait for the host: beside CPU experts every step runs eagerly. Upstream reads these
+    settings after the model is built; the first layer changes them."""
+    from sglang.srt.runtime_context import get_exec
+
+    graphs = get_exec().graph.cuda_graph_config
+    phases = [phase for phase in (graphs.decode, graphs.prefill) if phase.backend != "disabled"]
+    for phase in phases:
+        phase.backend = "disabled"
+    if phases:
+        logger.info("Hybrid MoE: CUDA graphs are off, because a captured step cannot wait for the CPU experts of this build")
 
 
 def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
@@ -141,6 +160,9 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
     unfinished = [store.name for _, store in known.values() if store is not None and not store.complete]
     if unfinished:
         raise loading.LoadError(f"{', '.join(unfinished)}: not loaded to the end")
+    for name, module in modules:
+        if isinstance(module.quant_method, HybridMoEMethod) and _scales_itself(model.get_submodule(name.rpartition(".")[0])):
+            module.quant_method.scale = 1.0
     layer_count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     count = {"draft_layer_count" if is_draft else "layer_count": layer_count}
     table = roles.plan([facts for facts, _ in known.values()], boot.current(), device=_args().device, **count).table()
@@ -169,17 +191,21 @@ def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geo
     return store
 
 
-def _routed_scale(config: Any) -> float:
-    """What the routed sum is multiplied by: on a GPU upstream's runner does it, on a CPU the model itself."""
-    from sglang.srt.utils import is_cpu
-
-    return 1.0 if is_cpu() else config.routed_scaling_factor or 1.0
+def _scales_itself(block: torch.nn.Module) -> bool:
+    """Whether the MoE block around a layer applies the routed scaling factor on a CPU; it may be a subclass."""
+    return _args().device == "cpu" and any(kind.__module__ in SCALE_THEMSELVES_ON_CPU for kind in type(block).__mro__)
 
 
 def _args() -> Any:
     from sglang.srt.runtime_context import get_server_args
 
     return get_server_args()
+
+
+def _layer_count() -> int | None:
+    from sglang.srt.runtime_context import process_model_config
+
+    return getattr(process_model_config(), "num_hidden_layers", None)
 
 
 def _is_draft(layer: Any) -> bool:

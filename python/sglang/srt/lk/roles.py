@@ -122,7 +122,6 @@ def plan(
     known = {layer.key: layer for layer in layers}
     roles = {key: role_of(layer, config, device=device) for key, layer in known.items()}
     problems = _check_lists(known, config, device=device, counts={False: layer_count, True: draft_layer_count})
-    problems += _not_built(known, roles, device=device)
     taken_over = [layer for key, layer in known.items() if roles[key] is not Role.RESIDENT]
     problems += _grouped([layer for layer in taken_over if layer.refusal], lambda layer: layer.refusal or "")
     if not known:
@@ -132,19 +131,6 @@ def plan(
     if problems:
         raise RolesError(problems)
     return Plan(known, roles)
-
-
-def _not_built(known: Mapping[Key, Layer], roles: Mapping[Key, Role], *, device: str) -> list[str]:
-    """What this build does not do yet, in this one place: CPU experts beside a GPU."""
-    if device == "cpu":
-        return []
-    return _grouped(
-        [layer for key, layer in known.items() if roles[key] is not Role.RESIDENT],
-        lambda layer: (
-            f"the CPU experts of this build serve --device cpu only: use that, name the layers in "
-            f"{_list(layer, Config())[0]}, or set {SWITCH}=0"
-        ),
-    )
 
 
 def _check_lists(

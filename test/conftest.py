@@ -13,6 +13,15 @@ from pathlib import Path
 
 import pytest
 
+try:
+    import hypothesis
+except ModuleNotFoundError:  # then its tests are not collected either
+    hypothesis = None
+else:
+    # How fast examples are drawn says something about the machine's other guests, nothing about the code.
+    hypothesis.settings.register_profile("shared", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+    hypothesis.settings.load_profile("shared")
+
 ROOT = Path(__file__).resolve().parent.parent
 DISTRIBUTION = "sglang-lk"
 

@@ -15,7 +15,7 @@ from subprocess import Popen
 
 from launch import processes, progress
 
-READY_S = 300
+READY_S = 600
 FLAGS = (
     *("--device", "cpu"),
     *("--dtype", "float32"),

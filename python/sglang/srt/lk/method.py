@@ -212,7 +212,7 @@ def _is_draft(layer: Any) -> bool:
     """0.5.23 writes it on the layer, before that it is only known while the model is built."""
     from sglang.srt.runtime_context import get_flags
 
-    return bool(getattr(layer, "is_draft", get_flags().moe.in_speculative_scope))
+    return bool(layer.is_draft if hasattr(layer, "is_draft") else get_flags().moe.in_speculative_scope)
 
 
 def _draft_kind(args: Any) -> str:

@@ -59,7 +59,10 @@ def check_files_first(module: ModuleType) -> None:
 
         from sglang.srt.lk import loading
 
-        folder, names, use_safetensors = original(self, *args, **kwargs)
+        try:
+            folder, names, use_safetensors = original(self, *args, **kwargs)
+        except (RuntimeError, ValueError, OSError) as error:  # upstream's own checks, which differ between releases
+            raise loading.LoadError(f"the checkpoint cannot be read: {error}") from error
         if use_safetensors:
             loading.files.check(Path(folder), [Path(name) for name in names])
         return folder, names, use_safetensors
@@ -212,6 +215,7 @@ def stop(problem: BaseException) -> NoReturn:
     parent = multiprocessing.parent_process()
     if parent is None:
         raise problem
+    sys.stderr.write("\n")  # upstream's progress bar may have left the line open
     logger.error("%s", problem)
     os.kill(parent.pid, signal.SIGQUIT)  # as upstream's scheduler does: the launcher ends the whole tree
     raise SystemExit(1)

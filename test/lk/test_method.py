@@ -22,6 +22,7 @@ def method(monkeypatch):
 
     monkeypatch.setattr(method, "_args", lambda: SimpleNamespace(device="cpu", load_format="auto", nnodes=1))
     monkeypatch.setattr(method, "_layers", {})
+    monkeypatch.setattr(method, "_layer_count", lambda: None)  # asks a server's own configuration
     monkeypatch.setattr(compat, "_upstream_cpu", lambda: True)
     return method
 

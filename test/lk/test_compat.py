@@ -73,11 +73,15 @@ def test_each_argument_that_cannot_be_served_is_named_by_its_flag(argument, valu
 
 
 def test_everything_wrong_is_one_message():
-    odd = layer(params_dtype=torch.float16, moe_runner_config=runner_config(activation="situ", no_combine=True))
+    odd = layer(moe_ep_size=2, moe_runner_config=runner_config(activation="situ", no_combine=True))
     found = problems(changed_layer=odd, enable_eplb=True, enable_lora=True, device="xpu")
     assert len(found) == 6
-    for said in ("--enable-eplb", "--enable-lora", "--device xpu", "--dtype bfloat16", "no_combine", "'situ'"):
+    for said in ("--enable-eplb", "--enable-lora", "--device xpu", "--ep-size 1", "no_combine", "'situ'"):
         assert any(said in problem for problem in found)
+
+
+def test_a_device_left_to_upstream_is_the_one_upstream_takes(monkeypatch):
+    assert compat.device(SimpleNamespace(device="cuda:1")) == "cuda" and compat.device(SimpleNamespace(device="cpu")) == "cpu"
 
 
 def test_an_unknown_format_is_refused_with_the_known_ones(monkeypatch):

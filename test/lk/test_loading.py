@@ -1,6 +1,7 @@
 """Checkpoint tensors through the loaders into the real kernels, and every way in which a checkpoint can be wrong."""
 
 import json
+import dataclasses
 import threading
 
 import pytest
@@ -205,6 +206,30 @@ def test_e8m0_scales_mean_the_same_in_every_type(spelled):
     x, ids, weights = layers.batch(layer, 3)
     store = layers.load(layers.empty_store(layer, format), loaded)
     layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
+
+
+def test_float16_activations_are_as_exact_as_float32_ones(format):
+    layer = layers.random_layer(format)
+    experts = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format)).experts
+    x, ids, weights = layers.batch(layer, 5, dtype=torch.float16)
+    out = experts.forward(x, ids, weights)
+    assert out.dtype is torch.float16
+    assert torch.equal(out, experts.forward(x.float(), ids, weights).to(torch.float16))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_weights_that_bf16_does_not_hold_are_refused_unless_the_model_is_bf16(dtype):
+    format = FORMATS["Unquantized"]
+    layer = layers.random_layer(format)
+    loaded = {key: tensor.to(dtype) for key, tensor in layers.tensors(layer, format).items()}
+    store = layers.empty_store(layer, format)
+    store.geometry = dataclasses.replace(store.geometry, rounds=False)
+    layers.load(store, loaded)
+    assert store.missing() == []
+    key = next(iter(loaded))
+    loaded[key][0, 0] = 1 + 2**-9
+    message = said_by(layers.load, store, loaded)
+    assert "bfloat16 does not hold exactly; --dtype bfloat16 rounds them" in message
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])

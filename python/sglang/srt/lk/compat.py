@@ -9,8 +9,6 @@ A feature that becomes possible loses its line here and gains a test.
 from collections.abc import Callable
 from typing import Any
 
-import torch
-
 from sglang.srt.lk.formats import FORMATS, ExpertFormat
 from sglang.srt.lk.kernels import Activation
 
@@ -86,10 +84,20 @@ def activation(config: Any) -> tuple[Activation, str | None]:
     return Activation(), f"the activation {config.activation!r} is not supported by this build (silu and gelu are)"
 
 
+def device(args: Any) -> str:
+    """``cpu`` or ``cuda``, also where the user left the choice to upstream."""
+    if args.device:
+        return args.device.split(":")[0]
+    from sglang.srt.utils import get_device
+
+    return get_device().split(":")[0]
+
+
 def _device(args: Any) -> list[str]:
-    if args.device not in ("cpu", "cuda"):
-        return [f"--device {args.device} is not supported: use cuda or cpu"]
-    if args.device == "cpu" and not _upstream_cpu():
+    kind = device(args)
+    if kind not in ("cpu", "cuda"):
+        return [f"--device {kind} is not supported: use cuda or cpu"]
+    if kind == "cpu" and not _upstream_cpu():
         return ["--device cpu needs SGLANG_USE_CPU_ENGINE=1 in the environment"]
     return []
 
@@ -114,8 +122,6 @@ def labels() -> str:
 
 def _layer(layer: Any, format: ExpertFormat | None) -> list[str]:
     config, problems = layer.moe_runner_config, []
-    if layer.params_dtype is torch.float16:
-        problems.append("the experts compute in bfloat16: use --dtype bfloat16")
     if config.no_combine:
         problems.append("the model wants the experts' outputs apart (no_combine), which this build does not give")
     if getattr(layer, "moe_ep_size", 1) != 1:

@@ -51,6 +51,9 @@ class ExpertFormat(ABC):
         names = self.names() | ({"weight_bias": (BIAS, torch.float32)} if bias else {})
         return {f"{half}_{name}": Field(half, *held) for name, held in names.items() for half in ("w13", "w2")}
 
+    def check_exact(self, tensor: torch.Tensor) -> None:
+        """Raise unless the kernels hold exactly these values, where the model's type does not ask for rounding."""
+
     @abstractmethod
     def codes(self, tensor: torch.Tensor) -> torch.Tensor:
         """The codes in the type the kernels read, by a view where possible."""
@@ -72,7 +75,8 @@ class ExpertFormat(ABC):
 
 
 class Unquantized(ExpertFormat):
-    """bf16 weights; f16 and f32 checkpoints are cast as upstream casts them to the model's type."""
+    """bf16 weights. With ``--dtype bfloat16`` f16 and f32 checkpoints are rounded, as upstream rounds them; with another
+    type they must be exact in bf16."""
 
     label = "unquantized (BF16, F16, F32)"
     kernel = "bf16"
@@ -85,6 +89,11 @@ class Unquantized(ExpertFormat):
 
     def names(self) -> dict[str, tuple[str, torch.dtype]]:
         return {"weight": (CODES, torch.bfloat16)}
+
+    def check_exact(self, tensor: torch.Tensor) -> None:
+        if tensor.dtype is not torch.bfloat16 and not torch.equal(tensor.to(torch.bfloat16).to(tensor.dtype), tensor):
+            name = str(tensor.dtype).removeprefix("torch.")
+            raise FormatError(f"{name} weights that bfloat16 does not hold exactly; --dtype bfloat16 rounds them")
 
     def codes(self, tensor: torch.Tensor) -> torch.Tensor:
         _expect(tensor, torch.bfloat16, torch.float16, torch.float32)

@@ -63,6 +63,7 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
             width=intermediate_size_per_partition,
             rank=layer.moe_tp_rank,
             ranks=layer.moe_tp_size,
+            rounds=params_dtype is torch.bfloat16,
         )
         self.store = _store(layer, name=self.name, format=self.format, geometry=geometry, bias=bias)
         config = layer.moe_runner_config
@@ -122,14 +123,14 @@ def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
     is_draft = _is_draft(layer)
     if all(key.is_draft != is_draft for key in _layers):
         count = None if is_draft else _layer_count()
-        roles.check_list(config, device=args.device, layer_count=count, draft=_draft_kind(args) if is_draft else None)
+        roles.check_list(config, device=compat.device(args), layer_count=count, draft=_draft_kind(args) if is_draft else None)
     format = formats.format_for(base_method, getattr(layer, "scheme", None))
     facts = roles.Layer(layer.layer_id, is_draft, format.label if format else type(base_method).__name__, draft=_draft_kind(args))
-    if roles.role_of(facts, config, device=args.device) is roles.Role.RESIDENT:
+    if roles.role_of(facts, config, device=compat.device(args)) is roles.Role.RESIDENT:
         _layers[facts.key] = (facts, None)
         return base_method
     compat.check(layer=layer, name=name, method=base_method, format=format, args=args)
-    if args.device == "cuda":
+    if compat.device(args) == "cuda":
         _without_graphs()
     assert format is not None, "compat.check refuses unknown formats"
     return HybridMoEMethod(base_method, name=name, format=format)
@@ -165,7 +166,7 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
             module.quant_method.scale = 1.0
     layer_count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     count = {"draft_layer_count" if is_draft else "layer_count": layer_count}
-    table = roles.plan([facts for facts, _ in known.values()], boot.current(), device=_args().device, **count).table()
+    table = roles.plan([facts for facts, _ in known.values()], boot.current(), device=compat.device(_args()), **count).table()
     engine = kernels.engine()
     logger.info("%s\n  %s\n  %d threads, %s kernels", table, _progress.summary(), engine.threads, engine.isa)
 
@@ -193,7 +194,7 @@ def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geo
 
 def _scales_itself(block: torch.nn.Module) -> bool:
     """Whether the MoE block around a layer applies the routed scaling factor on a CPU; it may be a subclass."""
-    return _args().device == "cpu" and any(kind.__module__ in SCALE_THEMSELVES_ON_CPU for kind in type(block).__mro__)
+    return compat.device(_args()) == "cpu" and any(kind.__module__ in SCALE_THEMSELVES_ON_CPU for kind in type(block).__mro__)
 
 
 def _args() -> Any:

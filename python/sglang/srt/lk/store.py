@@ -23,13 +23,15 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class Geometry:
-    """Sizes of one layer on this rank; ``width`` is the rank's share of ``width * ranks``."""
+    """Sizes of one layer on this rank; ``width`` is the rank's share of ``width * ranks``. ``rounds``: the model's type is
+    bf16, to which unquantized weights of another type are rounded."""
 
     experts: int
     hidden: int
     width: int
     rank: int = 0
     ranks: int = 1
+    rounds: bool = True
 
     def rows(self, part: str) -> int:
         return self.hidden if part == "down" else self.width
@@ -107,6 +109,8 @@ class LayerStore:
     def put(self, expert: int, part: str, what: str, tensor: torch.Tensor) -> None:
         """Pack one tensor of one expert, already cut to this rank; ``FormatError`` says what is wrong with it."""
         if what == CODES:
+            if not self.geometry.rounds:
+                self.format.check_exact(tensor)
             _finite(self.experts.pack_codes(expert, part, self.format.codes(tensor)), tensor, "weights")
         elif what == SCALES:
             _finite(self.experts.pack_scales(expert, part, self.format.scales(tensor)), tensor, "scales")

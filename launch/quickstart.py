@@ -31,6 +31,7 @@ class Session:
     venv: Path
     ports: list[int]
     prompts: list[Prompt]
+    device: str = "cpu"
     steps: dict[str, float] = field(default_factory=dict)
 
 
@@ -70,7 +71,13 @@ def start_server(session: Session, index: int) -> server.Server:
     label, form, hybrid = PLAN[index]
     port = session.ports[index % 2]
     return server.start(
-        label=label, venv=session.venv, model=OUT / f"recite-{form}", port=port, hybrid=hybrid, logs=OUT
+        label=label,
+        venv=session.venv,
+        model=OUT / f"recite-{form}",
+        port=port,
+        hybrid=hybrid,
+        device=session.device,
+        logs=OUT,
     )
 
 
@@ -155,7 +162,8 @@ def quickstart() -> bool:
     session = Session(venv=venv, ports=ports, prompts=load_prompts())
     progress.say(f"  Environment: {venv}{' (nothing changed, reused)' if reused else ''}")
     if machine.look(environment=venv).gpu:
-        progress.say("  A GPU is here, but this release does not use it for experts yet: all three servers run on the CPU")
+        session.device = "cuda"
+        progress.say("  A GPU is here: everything but the hybrid servers' experts runs on it")
     session.steps["environment and build"] = time.monotonic() - begin
     mark = time.monotonic()
     write_models(session)

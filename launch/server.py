@@ -1,9 +1,10 @@
 """One `sglang serve`, from start to gone. Stock and hybrid differ in the environment alone: every flag is the same.
 
 The flags keep start-up short and the comparison fair: a small KV cache (upstream's default fills the memory), no
-warm-up request of its own, and no radix cache, so that a repeated prompt is computed again. ``float32`` is the
-activations' type: the weights are exact in it, so greedy tokens do not hang on the rounding of logits
-(bf16 logits near 40 are 0.25 apart, which is more than the margin between many best and second-best tokens).
+warm-up request of its own, and no radix cache, so that a repeated prompt is computed again. Activations are ``float32``
+on a CPU and ``float16`` on a GPU, whose kernels upstream does not have in float32: the weights are exact in both, and
+greedy tokens do not hang on the rounding of logits (bf16 logits near 40 are 0.25 apart, which is more than the margin
+between many best and second-best tokens).
 """
 
 import http.client
@@ -16,9 +17,11 @@ from subprocess import Popen
 from launch import processes, progress
 
 READY_S = 600
+DEVICE_FLAGS = {
+    "cpu": ("--device", "cpu", "--dtype", "float32"),
+    "cuda": ("--device", "cuda", "--dtype", "float16"),
+}
 FLAGS = (
-    *("--device", "cpu"),
-    *("--dtype", "float32"),
     *("--context-length", "4096"),
     *("--max-total-tokens", "16384"),
     *("--max-running-requests", "16"),
@@ -29,12 +32,14 @@ FLAGS = (
 SWITCH = {"LK_MOE_HYBRID_ENABLED": "1"}
 
 
-def environment(base: dict[str, str], *, hybrid: bool) -> dict[str, str]:
+def environment(base: dict[str, str], *, hybrid: bool, device: str) -> dict[str, str]:
     """What the server sees: the user's own ``LK_`` settings in hybrid mode, none of them in stock mode."""
     keep = {name: value for name, value in base.items() if hybrid or not name.startswith(("LK_", "LVLLM_"))}
     for name in ("LK_VENV", "PYTHONPATH"):
         keep.pop(name, None)
-    keep |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+    keep["HF_HUB_OFFLINE"] = "1"
+    if device == "cpu":
+        keep |= {"SGLANG_USE_CPU_ENGINE": "1", "CUDA_VISIBLE_DEVICES": ""}
     return keep | (SWITCH if hybrid else {})
 
 
@@ -80,10 +85,10 @@ class Server:
         processes.end_tree(self.process)
 
 
-def start(*, label: str, venv: Path, model: Path, port: int, hybrid: bool, logs: Path) -> Server:
+def start(*, label: str, venv: Path, model: Path, port: int, hybrid: bool, device: str, logs: Path) -> Server:
     log = logs / f"{label.lower().replace(' ', '-')}.log"
     command = [str(venv / "bin" / "sglang"), "serve", "--model-path", str(model)]
-    command += ["--host", "127.0.0.1", "--port", str(port), *FLAGS]
-    environ = environment(dict(os.environ), hybrid=hybrid)
+    command += ["--host", "127.0.0.1", "--port", str(port), *DEVICE_FLAGS[device], *FLAGS]
+    environ = environment(dict(os.environ), hybrid=hybrid, device=device)
     process = processes.start(command, log=log, environ=environ, folder=logs)
     return Server(label=label, port=port, log=log, process=process, started=time.monotonic())

@@ -61,14 +61,21 @@ def test_a_python_that_is_too_old_is_passed_over(tmp_path):
 
 def test_stock_sees_none_of_our_settings_and_hybrid_all_of_the_users():
     base = {"LK_THREADS": "2", "LVLLM_X": "1", "LK_VENV": "/v", "PATH": "/bin", "PYTHONPATH": "/elsewhere"}
-    stock = server.environment(base, hybrid=False)
-    hybrid = server.environment(base, hybrid=True)
+    stock = server.environment(base, hybrid=False, device="cpu")
+    hybrid = server.environment(base, hybrid=True, device="cpu")
     assert not [name for name in stock if name.startswith(("LK_", "LVLLM_"))]
     assert {name: hybrid[name] for name in hybrid if name.startswith("LK_")} == {
         "LK_THREADS": "2",
         "LK_MOE_HYBRID_ENABLED": "1",
     }
     assert "PYTHONPATH" not in stock and "PYTHONPATH" not in hybrid
+
+
+def test_a_gpu_is_left_visible_and_only_the_cpu_chooses_upstreams_cpu_engine():
+    cpu, cuda = (server.environment({"PATH": "/bin"}, hybrid=True, device=device) for device in ("cpu", "cuda"))
+    assert cpu["SGLANG_USE_CPU_ENGINE"] == "1" and cpu["CUDA_VISIBLE_DEVICES"] == ""
+    assert "SGLANG_USE_CPU_ENGINE" not in cuda and "CUDA_VISIBLE_DEVICES" not in cuda
+    assert set(server.DEVICE_FLAGS) == {"cpu", "cuda"}
 
 
 def test_the_plan_compares_stock_with_both_encodings():

@@ -14,6 +14,7 @@ import json
 import re
 import shutil
 import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -57,9 +58,45 @@ class Architecture:
     packed: bool = False  # the experts are stored in that format (else, of the same values, as BF16)
     upstream_class: str = ""  # where upstream registers the model under another name than transformers
     drop: str = ""  # tensors that transformers saves and this publisher does not
+    tensors: Callable[[dict], dict[str, tuple[int, ...]]] | None = None  # names and shapes, for a model that transformers lacks
     float32: bool = True  # upstream's model computes in float32, too
     zero_centred_norms: bool = False  # the norm multiplies by 1 + weight
     serve: dict = dataclasses.field(default_factory=dict)  # further arguments of the engine
+
+
+BAILING = dict(
+    **EXPERTS, num_shared_experts=1, first_k_dense_replace=1, n_group=4, topk_group=2, routed_scaling_factor=2.5, norm_topk_prob=True,
+    score_function="sigmoid", router_type="topN", moe_router_enable_expert_bias=True, use_qk_norm=True, use_bias=False,
+    use_qkv_bias=False, norm_head=False, hidden_act="silu", rms_norm_eps=1e-6, partial_rotary_factor=0.5, embedding_dropout=0.0,
+    rope_parameters=dict(rope_type="default", rope_theta=10000.0, partial_rotary_factor=0.5),
+)  # fmt: skip
+
+
+def _bailing(config: dict) -> dict[str, tuple[int, ...]]:
+    """Ling's names: one matrix for queries, keys and values, and a bias beside the router."""
+    hidden, head = config["hidden_size"], config["head_dim"]
+    heads = config["num_attention_heads"] + 2 * config["num_key_value_heads"]
+
+    def mlp(prefix: str, width: int) -> dict[str, tuple[int, ...]]:
+        up = {f"{prefix}.{part}_proj.weight": (width, hidden) for part in ("gate", "up")}
+        return up | {f"{prefix}.down_proj.weight": (hidden, width)}
+
+    shapes = {f"{name}.weight": (config["vocab_size"], hidden) for name in ("model.word_embeddings", "lm_head")}
+    shapes["model.norm.weight"] = (hidden,)
+    for layer in range(config["num_hidden_layers"]):
+        p = f"model.layers.{layer}"
+        shapes |= {f"{p}.{norm}_layernorm.weight": (hidden,) for norm in ("input", "post_attention")}
+        shapes |= {f"{p}.attention.{norm}_layernorm.weight": (head,) for norm in ("query", "key")}
+        shapes[f"{p}.attention.query_key_value.weight"] = (heads * head, hidden)
+        shapes[f"{p}.attention.dense.weight"] = (hidden, config["num_attention_heads"] * head)
+        if layer < config["first_k_dense_replace"]:
+            shapes |= mlp(f"{p}.mlp", config["intermediate_size"])
+            continue
+        shapes |= {f"{p}.mlp.gate.weight": (config["num_experts"], hidden), f"{p}.mlp.gate.expert_bias": (config["num_experts"],)}
+        shapes |= mlp(f"{p}.mlp.shared_experts", config["moe_intermediate_size"])
+        for expert in range(config["num_experts"]):
+            shapes |= mlp(f"{p}.mlp.experts.{expert}", config["moe_intermediate_size"])
+    return shapes
 
 
 def _rows() -> list[Architecture]:
@@ -93,8 +130,8 @@ def _rows() -> list[Architecture]:
         a("minimax_m2", "minimax_m2", {**LOCAL, "rotary_dim": 16, "use_qk_norm": True, "scoring_func": "sigmoid", "use_routing_bias": True}),
         a("minimax_m2_no_qk_norm", "minimax_m2",
           {**LOCAL, "rotary_dim": 16, "use_qk_norm": False, "scoring_func": "sigmoid", "use_routing_bias": True}),
-        a("gpt_oss", "gpt_oss", {**LOCAL, **sliding}, grid="mxfp4"),
-        a("gpt_oss_mxfp4", "gpt_oss", {**LOCAL, **sliding}, grid="mxfp4", packed=True),
+        a("gpt_oss", "gpt_oss", {**LOCAL, **sliding}, grid="mxfp4", float32=False),
+        a("gpt_oss_mxfp4", "gpt_oss", {**LOCAL, **sliding}, grid="mxfp4", packed=True, float32=False),
         a("ernie4_5_moe", "ernie4_5_moe",
           dict(intermediate_size=192, moe_intermediate_size=64, moe_num_experts=8, moe_k=2, moe_num_shared_experts=1,
                moe_layer_start_index=1)),
@@ -109,6 +146,17 @@ def _rows() -> list[Architecture]:
         a("lfm2_moe", "lfm2_moe", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
         a("afmoe", "afmoe", {**EXPERTS, "num_dense_layers": 1, "num_shared_experts": 1}),
         a("laguna", "laguna", {**EXPERTS, **sliding}),
+        a("hy_v3", "hy_v3", {**EXPERTS, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]}),
+        a("longcat_flash", "longcat_flash",
+          {**LATENT, "num_layers": 2, "ffn_hidden_size": 192, "expert_ffn_hidden_size": 64, "moe_topk": 3, "n_routed_experts": 8,
+           "zero_expert_num": 4, "routed_scaling_factor": 2.5}),
+        a("nemotron_h", "nemotron_h",
+          {**ROUTED, "layers_block_type": ["mamba", "moe"], "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2,
+           "moe_shared_expert_intermediate_size": 64}),
+        a("qwen3_5_moe", "qwen3_5_moe_text", {**EXPERTS, **SHARED, **hybrid}, zero_centred_norms=True),
+        a("solar_open", "solar_open", ROUTED),
+        a("bailing_moe_v2", "bailing_moe", BAILING, tensors=_bailing, upstream_class="BailingMoeV2ForCausalLM",
+          serve=dict(trust_remote_code=True)),
     ]  # fmt: skip
 
 
@@ -117,13 +165,9 @@ ARCHITECTURES = {row.name: row for row in _rows()}
 
 def write(architecture: Architecture, directory: Path, tokenizer: Path) -> Path:
     """Writes the checkpoint into ``directory`` (made if missing) and returns it; an existing one is replaced."""
-    import transformers
-
     directory = Path(directory)
     shutil.rmtree(directory, ignore_errors=True)
-    config = transformers.AutoConfig.for_model(architecture.model_type, **{**COMMON, **architecture.config})
-    model = getattr(transformers, architecture.auto).from_config(config, dtype=torch.bfloat16)
-    model.save_pretrained(directory)
+    class_name = (_save_ours if architecture.tensors else _save_theirs)(architecture, directory)
     wanted = [(n, t) for n, t in _saved(directory) if not (architecture.drop and re.search(architecture.drop, n))]
     tensors = {name: _values(name, like, architecture) for name, like in wanted}
     quantization = {}
@@ -131,10 +175,31 @@ def write(architecture: Architecture, directory: Path, tokenizer: Path) -> Path:
         pack = {"mxfp4": _gpt_oss_mxfp4, "nvfp4": _compressed_tensors_nvfp4}[architecture.grid]
         quantization, tensors = pack(tensors, architecture.packed)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    _finish_config(directory, architecture.upstream_class or type(model).__name__, quantization)
+    _finish_config(directory, architecture.upstream_class or class_name, quantization)
     for name in TOKENIZER_FILES:
         shutil.copyfile(Path(tokenizer) / name, directory / name)
     return directory
+
+
+def _save_theirs(architecture: Architecture, directory: Path) -> str:
+    import transformers
+
+    config = transformers.AutoConfig.for_model(architecture.model_type, **{**COMMON, **architecture.config})
+    model = getattr(transformers, architecture.auto).from_config(config, dtype=torch.bfloat16)
+    model.save_pretrained(directory)
+    return type(model).__name__
+
+
+def _save_ours(architecture: Architecture, directory: Path) -> str:
+    """A config with its own code beside it, as its publisher ships it, and tensors of the listed shapes."""
+    config = {**COMMON, **architecture.config, "model_type": architecture.model_type, "torch_dtype": "bfloat16"}
+    directory.mkdir(parents=True)
+    code = f"from transformers import PretrainedConfig\n\n\nclass Config(PretrainedConfig):\n    model_type = {architecture.model_type!r}\n"
+    (directory / "configuration.py").write_text(code)
+    (directory / "config.json").write_text(json.dumps(config | {"auto_map": {"AutoConfig": "configuration.Config"}}))
+    shapes = architecture.tensors(config)
+    save_file({name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}, directory / "model.safetensors")
+    return architecture.upstream_class
 
 
 def _finish_config(directory: Path, class_name: str, quantization: dict) -> None:
@@ -144,7 +209,7 @@ def _finish_config(directory: Path, class_name: str, quantization: dict) -> None
     path.write_text(json.dumps(config, indent=1))
 
 
-def _saved(directory: Path):
+def _saved(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
     with safe_open(directory / "model.safetensors", "pt") as file:
         for name in file.keys():
             yield name, file.get_tensor(name)
@@ -160,7 +225,7 @@ def _values(name: str, like: torch.Tensor, architecture: Architecture) -> torch.
         value = 0.1 * normal + (0.0 if architecture.zero_centred_norms and "linear_attn" not in name else 1.0)
     elif "bias" in name or like.dim() == 1:
         value = 0.1 * normal
-    elif "embed_tokens" in name:
+    elif re.search("embed_tokens|word_embeddings", name):
         value = normal
     else:
         rows = torch.rand((*like.shape[:-1], 1), generator=generator) + 0.5

@@ -115,9 +115,9 @@ def _read(pipe: int, deadline: float) -> bytes:
 
 def reason(log: str) -> str:
     """Our own one message if there is one, else the innermost error of the first traceback, with the place it came from."""
-    refusal = re.search(r"^(?:\[.*?\] )?(Hybrid MoE: (?!start).*)", log, re.M)
+    refusal = re.search(r"^(?:\[.*?\] )?(Hybrid MoE: .*(?:\n[ \t]+.*)*)", log, re.M)
     if refusal and "Traceback" not in log:
-        return refusal[1]
+        return " ".join(refusal[1].split())
     places, found = [], ""
     for line in log.splitlines():
         place = re.match(r'\s+File ".*?/(sglang/[^"]+|[^"/]+)", line (\d+), in (\S+)', line)

@@ -28,8 +28,10 @@ ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "docs" / "reference" / "support-matrix.json"
 TABLE = RESULTS.with_suffix(".md")
 
-TIE = 0.25  # gap of the two best log-probabilities below which rounding may choose
-CLOSE = 0.05  # median difference of log-probabilities that bf16 rounding explains; logits have a deviation of about 4
+# By the activations' type: the gap of the two best log-probabilities below which rounding may choose between tokens, and the
+# median difference of log-probabilities that rounding explains. Logits have a deviation of about 4.
+TIE = {"float32": 0.01, "bfloat16": 0.25}
+CLOSE = {"float32": 0.0005, "bfloat16": 0.05}
 NEW_TOKENS = 12
 STEADY = dict(temperature=0, ignore_eos=True)
 
@@ -76,11 +78,11 @@ def condense(answer: dict) -> dict:
     return dict(ready_s=answer["ready_s"], tokens=[one["output_ids"] for one in greedy], gaps=gaps, scored=scored)
 
 
-def compare(mine: dict, other: dict) -> dict:
+def compare(mine: dict, other: dict, tie: float) -> dict:
     """Tokens up to the first tie, and the differences of all scored log-probabilities."""
     equal, checked = True, 0
     for tokens, expected, gaps in zip(mine["tokens"], other["tokens"], other["gaps"], strict=True):
-        clear = next((i for i, gap in enumerate(gaps) if gap < TIE), len(gaps))
+        clear = next((i for i, gap in enumerate(gaps) if gap < tie), len(gaps))
         equal &= tokens[:clear] == expected[:clear]
         checked += clear
     return dict(tokens_equal=equal, tokens_checked=checked, **differences(mine["scored"], other["scored"]))
@@ -98,7 +100,7 @@ def serve_all(rows: list[Architecture], checkpoints: Path, logs: Path, *, hybrid
         for row in rows:
             more = extra.get(row.name, {})
             log = logs / "-".join([row.name, "hybrid" if hybrid else "stock", more.get("dtype", "usual")])
-            found[row.name] = condense(host.run(checkpoints / row.name, batches(), log.with_suffix(".log"), **row.serve, **more))
+            found[row.name] = condense(host.run(checkpoints / row.name, batches(), Path(f"{log}.log"), **row.serve, **more))
             sys.stderr.write(f"{log.name}: {found[row.name].get('error', 'serves')}\n")
     return found
 
@@ -111,18 +113,20 @@ def references(rows: list[Architecture], checkpoints: Path) -> dict[str, list | 
     return dict(zip(names, map(json.loads, output.splitlines()), strict=True))
 
 
-def examine(rows: list[Architecture], checkpoints: Path, logs: Path) -> dict[str, dict]:
+def examine(rows: list[Architecture], checkpoints: Path, logs: Path, *, usual: bool = True) -> dict[str, dict]:
+    """``usual`` serves hybrid a second time, with the activations that it has by default."""
     exact = {row.name: {"dtype": "float32"} for row in rows if row.float32}
-    stock = serve_all(rows, checkpoints, logs, hybrid=False, extra=exact)
+    unpacked = {row.name: exact.get(row.name, {}) for row in rows if not row.packed}  # stock's 4-bit formats take no float32
+    stock = serve_all(rows, checkpoints, logs, hybrid=False, extra=unpacked)
     hybrid = serve_all(rows, checkpoints, logs, hybrid=True, extra=exact)
-    usual = serve_all(rows, checkpoints, logs, hybrid=True, extra={})
+    default = serve_all(rows, checkpoints, logs, hybrid=True, extra={}) if usual else hybrid
     truth = references(rows, checkpoints)
     findings = {}
     for row in rows:
         mine, theirs = hybrid[row.name], stock[row.name]
         finding = dict(model_class=_model_class(checkpoints / row.name))
         finding["stock"] = _verdict(theirs)
-        finding["hybrid"] = _verdict(usual[row.name] if "error" in usual[row.name] else mine)
+        finding["hybrid"] = _verdict(default[row.name] if "error" in default[row.name] else mine)
         if "error" not in theirs and isinstance(truth[row.name], list):
             finding["stock_and_transformers"] = differences(theirs["scored"], truth[row.name])
         if finding["hybrid"]["serves"]:
@@ -137,14 +141,20 @@ def _verdict(side: dict) -> dict:
 
 def _judge(row: Architecture, mine: dict, theirs: dict, twins: dict, truth: list | dict) -> dict:
     """The comparison with the best opinion there is."""
+    tie = TIE[kind(row)]
     twin = twins.get(row.name.removesuffix(f"_{row.grid}"), {"error": ""}) if row.packed else {"error": ""}
     if "error" not in twin:
-        return {"with": "its BF16 twin"} | compare(mine, twin)
+        return {"with": "its BF16 twin"} | compare(mine, twin, tie)
     if "error" not in theirs:
-        return {"with": "stock"} | compare(mine, theirs)
+        return {"with": "stock"} | compare(mine, theirs, tie)
     if isinstance(truth, list):
         return {"with": "transformers"} | differences(mine["scored"], truth)
     return {"with": "nothing", "why": truth["error"].splitlines()[0][:200]}
+
+
+def kind(row: Architecture) -> str:
+    """The activations that the row is compared with."""
+    return "float32" if row.float32 else "bfloat16"
 
 
 def explain(error: str) -> str:
@@ -168,13 +178,15 @@ def _cell(side: dict) -> str:
     return "serves" if side["serves"] else f"no: {explain(side['error'])}"
 
 
+NO_FLOAT32 = [name for name, row in ARCHITECTURES.items() if not row.float32]
 HEAD = f"""# Which architectures serve on a CPU
 
 Generated by `test/serving/matrix.py` from `support-matrix.json`: SGLang 0.5.23, `--device cpu`, a machine without AMX and without a GPU,
 checkpoints of random weights with two layers. *Hybrid* is `LK_MOE_HYBRID_ENABLED=1`. Every row was served with bf16 activations;
-the comparison is made with float32 ones (llama4: bf16), where stock rounds nothing and hybrid rounds what enters
-its kernels to bf16. Tokens are greedy, counted up to the first step whose two best tokens are closer than {TIE}. A routing
-choice that is itself nearly a tie may fall the other way: that is what a large worst difference beside a small median says.
+the comparison is made with float32 ones, save where upstream has none ({", ".join(NO_FLOAT32)}: bf16). Tokens are greedy, counted
+up to the first step whose two best log-probabilities are closer than {TIE["float32"]} (bf16: {TIE["bfloat16"]}). The last column says how far the
+log-probabilities of two fixed texts are apart, all positions taken together: in float32 nothing but the order of summation is left, in bf16
+roundings are, and a routing choice that is nearly a tie may fall the other way.
 """
 
 

@@ -55,7 +55,7 @@ def serve(model: Path, *, hybrid: bool = True, flags: tuple[str, ...] = ()) -> I
             processes.end_tree(process)
 
 
-def _wait(server: Running, patience_s: float = 300) -> None:
+def _wait(server: Running, patience_s: float = 900) -> None:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and server.process.poll() is None:
         with contextlib.suppress(OSError, http.client.HTTPException):  # it does not listen yet

@@ -3,6 +3,7 @@
 import json
 import dataclasses
 import threading
+import types
 
 import pytest
 
@@ -14,6 +15,7 @@ pytest.register_assert_rewrite("layers")
 import layers  # noqa: E402
 
 from sglang.srt.lk import formats, loading  # noqa: E402
+from sglang.srt.lk import store as ledger  # noqa: E402
 from sglang.srt.lk.formats import BIAS, CODES, GLOBAL, SCALES, UNUSED  # noqa: E402
 
 FORMATS = {known.__name__: known() for known in formats.FORMATS}
@@ -423,3 +425,17 @@ def test_a_damaged_index_is_named(tmp_path):
     files = shards(tmp_path)
     (tmp_path / "model.safetensors.index.json").write_text("{")
     assert "model.safetensors.index.json is damaged" in said_by(loading.Files().check, tmp_path, files)
+
+
+def test_packing_alone_is_the_time_in_which_at_least_one_thread_packs(monkeypatch):
+    clock = iter([0.0, 1.0, 3.0, 5.0, 8.0, 9.0])
+    monkeypatch.setattr(ledger, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+    progress = ledger.Progress(every=60)
+    progress.expect(4 * 10**9)
+    with progress.packing():  # from 0
+        with progress.packing():
+            pass
+    progress.add(10**9)  # to 1, and packed at 3
+    with progress.packing():  # from 5 to 8
+        pass
+    assert progress.summary() == "1.00 of 4.00 GB of experts packed in 6.0 s, 0.17 GB/s (packing alone 4.0 s, 0.25 GB/s)"

@@ -6,9 +6,11 @@ so upstream never moves or post-processes it. Loaders may call from several thre
 A new kind of tensor is a branch in ``LayerStore.put`` and an entry in its format's ``needs``.
 """
 
+import contextlib
 import logging
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -48,6 +50,9 @@ class Progress:
         self.total = 0
         self.done = 0
         self.began: float | None = None
+        self.busy = 0.0
+        self._packing = 0
+        self._since = 0.0
         self._said = 0.0
         self._lock = threading.Lock()
 
@@ -67,15 +72,30 @@ class Progress:
             line = self._line(now)
         logger.info("Hybrid MoE: %s", line)
 
+    @contextlib.contextmanager
+    def packing(self) -> Iterator[None]:
+        """Around a call into the extension: ``busy`` is the time in which at least one is under way."""
+        with self._lock:
+            if self._packing == 0:
+                self._since = time.monotonic()
+            self._packing += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._packing -= 1
+                if self._packing == 0:
+                    self.busy += time.monotonic() - self._since
+
     def summary(self) -> str:
         with self._lock:
             return self._line(time.monotonic())
 
     def _line(self, now: float) -> str:
-        seconds = max(now - (self.began or now), 1e-9)
+        seconds, busy = max(now - (self.began or now), 1e-9), max(self.busy, 1e-9)
         return (
             f"{self.done / GB:.2f} of {self.total / GB:.2f} GB of experts packed in {seconds:.1f} s, "
-            f"{self.done / GB / seconds:.2f} GB/s"
+            f"{self.done / GB / seconds:.2f} GB/s (packing alone {busy:.1f} s, {self.done / GB / busy:.2f} GB/s)"
         )
 
 
@@ -111,9 +131,15 @@ class LayerStore:
         if what == CODES:
             if not self.geometry.rounds:
                 self.format.check_exact(tensor)
-            _finite(self.experts.pack_codes(expert, part, self.format.codes(tensor)), tensor, "weights")
+            codes = self.format.codes(tensor)
+            with self._progress.packing():
+                bad = self.experts.pack_codes(expert, part, codes)
+            _finite(bad, tensor, "weights")
         elif what == SCALES:
-            _finite(self.experts.pack_scales(expert, part, self.format.scales(tensor)), tensor, "scales")
+            scales = self.format.scales(tensor)
+            with self._progress.packing():
+                bad = self.experts.pack_scales(expert, part, scales)
+            _finite(bad, tensor, "scales")
         elif what == GLOBAL:
             if tensor.numel() != 1:
                 raise FormatError(f"the per-tensor scale has shape {list(tensor.shape)}; expected one number")

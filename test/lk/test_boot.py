@@ -50,6 +50,18 @@ def test_the_switch_is_normalised_and_upstreams_binding_is_off():
     assert json.loads(run(code, LK_MOE_HYBRID_ENABLED=" 0 ", LK_THREADS="abc").stdout) == ["0", None]
 
 
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [({"SGLANG_USE_CPU_ENGINE": "1"}, "1000"), ({"SGLANG_USE_CPU_ENGINE": "1", "GOMP_SPINCOUNT": "7"}, "7"),
+     ({"SGLANG_USE_CPU_ENGINE": "1", "OMP_WAIT_POLICY": "active"}, None), ({}, None)],
+    ids=str,
+)  # fmt: skip
+def test_torchs_threads_let_go_of_the_cores_unless_the_user_says_otherwise(given, expected):
+    code = START + "; import os, json; print(json.dumps(os.environ.get('GOMP_SPINCOUNT')))"
+    assert json.loads(run(code, LK_MOE_HYBRID_ENABLED="1", **given).stdout) == expected
+    assert json.loads(run(code, LK_MOE_HYBRID_ENABLED="0", **given).stdout) == given.get("GOMP_SPINCOUNT")
+
+
 def test_lines_worth_knowing_are_said_by_the_first_process_only():
     code = START + f"; import subprocess, sys; sys.exit(subprocess.run([sys.executable, '-S', '-c', {START!r}]).returncode)"
     done = run(code, LK_MOE_HYBRID_ENABLED="1", LVLLM_THREADS="2", LK_POOL_LAYERS="0")

@@ -39,6 +39,7 @@ def start() -> Config:
         _affinity = frozenset(os.sched_getaffinity(0))
         # Upstream would confine each rank, and with it our workers and their memory, to one NUMA node.
         os.environ.setdefault("SGLANG_AUTO_NUMA_BIND", "0")
+        _let_go_of_cores()
         patches.install()
         _say_once(loaded.notes)
     return _current
@@ -66,6 +67,14 @@ def _machine_isas() -> tuple[str, ...]:
     """What the machine runs; loads the extension, so ``config`` asks only when an instruction set is forced."""
     extension = importlib.import_module(EXTENSION)
     return tuple(isa["name"] for isa in extension.isas() if isa["supported"])
+
+
+def _let_go_of_cores() -> None:
+    """On a CPU torch and our workers take turns on the same cores, layer by layer. libgomp's threads would stay awake
+    for milliseconds after each parallel region, and our next layer would wait for them: a batch of 8 tokens took 1.2 ms
+    a layer instead of 0.6. A user's own setting stays."""
+    if os.environ.get("SGLANG_USE_CPU_ENGINE") == "1" and "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 
 def _refuse_broken_install() -> None:

@@ -1,4 +1,4 @@
-"""``pages`` is importable, and its assertions count like the tests' own."""
+"""``pages``, the reader of the pages, is importable beside the tests."""
 
 import sys
 from pathlib import Path

@@ -218,7 +218,7 @@ def stop(problem: BaseException) -> NoReturn:
     sys.stderr.write("\n")  # upstream's progress bar may have left the line open
     logger.error("%s", problem)
     os.kill(parent.pid, signal.SIGQUIT)  # as upstream's scheduler does: the launcher ends the whole tree
-    raise SystemExit(1)
+    os._exit(1)  # at once: unwinding would redraw the progress bar below the message
 
 
 def _without_gpu() -> bool:

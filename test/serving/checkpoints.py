@@ -57,6 +57,7 @@ class Architecture:
     grid: str = ""  # "mxfp4" or "nvfp4": expert weights are rounded to what that format can hold
     packed: bool = False  # the experts are stored in that format (else, of the same values, as BF16)
     upstream_class: str = ""  # where upstream registers the model under another name than transformers
+    publisher: dict = dataclasses.field(default_factory=dict)  # what its config.json has and transformers does not write
     drop: str = ""  # tensors that transformers saves and this publisher does not
     tensors: Callable[[dict], dict[str, tuple[int, ...]]] | None = None  # names and shapes, for a model that transformers lacks
     float32: bool = True  # upstream's model computes in float32, too
@@ -105,7 +106,7 @@ def _rows() -> list[Architecture]:
     hybrid = dict(layer_types=["linear_attention", "full_attention"], **linear)
     sliding = dict(layer_types=["sliding_attention", "full_attention"], sliding_window=64)
     llama4 = dict(intermediate_size=64, intermediate_size_mlp=192, num_local_experts=8, num_experts_per_tok=1,
-                  moe_layers=[0, 1], no_rope_layers=[1, 0])
+                  moe_layers=[0, 1], no_rope_layers=[1, 1])  # upstream leaves the rotation out of every fourth layer, whatever the config says
     vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=28, patch_size=14,
                   vision_output_dim=32, projector_input_dim=32, projector_output_dim=32)
     return [
@@ -146,14 +147,16 @@ def _rows() -> list[Architecture]:
         a("lfm2_moe", "lfm2_moe", {**EXPERTS, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
         a("afmoe", "afmoe", {**EXPERTS, "num_dense_layers": 1, "num_shared_experts": 1}),
         a("laguna", "laguna", {**EXPERTS, **sliding}),
-        a("hy_v3", "hy_v3", {**EXPERTS, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]}),
+        a("hy_v3", "hy_v3", {**EXPERTS, "num_shared_experts": 1, "mlp_layer_types": ["dense", "sparse"]},
+          publisher=dict(route_norm=True, first_k_dense_replace=1, qk_norm=True)),
         a("longcat_flash", "longcat_flash",
           {**LATENT, "num_layers": 2, "ffn_hidden_size": 192, "expert_ffn_hidden_size": 64, "moe_topk": 3, "n_routed_experts": 8,
-           "zero_expert_num": 4, "routed_scaling_factor": 2.5}),
+           "zero_expert_num": 4, "routed_scaling_factor": 2.5}, publisher=dict(rope_theta=10000.0, zero_expert_type="identity")),
         a("nemotron_h", "nemotron_h",
-          {**ROUTED, "layers_block_type": ["mamba", "moe"], "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2,
-           "moe_shared_expert_intermediate_size": 64}),
-        a("qwen3_5_moe", "qwen3_5_moe_text", {**EXPERTS, **SHARED, **hybrid}, zero_centred_norms=True),
+          {**ROUTED, "layers_block_type": ["attention", "moe"], "ssm_state_size": 16, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2,
+           "moe_shared_expert_intermediate_size": 64}, publisher=dict(hybrid_override_pattern="*E", layers_block_type=None, layer_types=None)),
+        a("qwen3_5_moe", "qwen3_5_moe_text", {**EXPERTS, **SHARED, **hybrid}, zero_centred_norms=True,
+          serve=dict(mamba_radix_cache_strategy="no_buffer", disable_overlap_schedule=True)),
         a("solar_open", "solar_open", ROUTED),
         a("bailing_moe_v2", "bailing_moe", BAILING, tensors=_bailing, upstream_class="BailingMoeV2ForCausalLM",
           serve=dict(trust_remote_code=True)),
@@ -175,7 +178,7 @@ def write(architecture: Architecture, directory: Path, tokenizer: Path) -> Path:
         pack = {"mxfp4": _gpt_oss_mxfp4, "nvfp4": _compressed_tensors_nvfp4}[architecture.grid]
         quantization, tensors = pack(tensors, architecture.packed)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
-    _finish_config(directory, architecture.upstream_class or class_name, quantization)
+    _finish_config(directory, architecture.upstream_class or class_name, architecture.publisher | quantization)
     for name in TOKENIZER_FILES:
         shutil.copyfile(Path(tokenizer) / name, directory / name)
     return directory
@@ -202,10 +205,11 @@ def _save_ours(architecture: Architecture, directory: Path) -> str:
     return architecture.upstream_class
 
 
-def _finish_config(directory: Path, class_name: str, quantization: dict) -> None:
+def _finish_config(directory: Path, class_name: str, additions: dict) -> None:
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    config.update(architectures=[class_name], **quantization)
+    config.update(architectures=[class_name], **additions)
+    config = {name: value for name, value in config.items() if value is not None or name not in additions}
     path.write_text(json.dumps(config, indent=1))
 
 

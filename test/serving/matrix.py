@@ -43,10 +43,11 @@ REASONS = (
     (r"rms_sumsq_serial", "`minimax_m2` normalises queries and keys with a Triton kernel (`rms_sumsq_serial`)"),
     (r"_run_sdpa_forward_extend", "no handler for latent attention on `torch_native` (`AttentionBackendRegistry`)"),
     (r"shape '\[-1, 4, 32\]' is invalid", "queries normalised head by head are taken for padded rows (`padded_extend_real_tokens`)"),
+    (r"no MoE layer was taken over", "there is no `FusedMoE` layer to take over"),
     (r"moe_forward_native", "`moe_forward_native` cannot weight the input (`apply_router_weight_on_input`)"),
     (r"\['fa3', 'triton', 'trtllm_mha'\] is required", "asks for fa3, triton or trtllm_mha attention (`model_hook.py`)"),
     (r"'sgl_kernel' object has no attribute", "its recurrent layers need sgl_kernel's CPU build, which is not published as a wheel"),
-    (r"inplace_fused_experts", "calls the Triton `fused_moe` itself: there is no `FusedMoE` layer to take over"),
+    (r"inplace_fused_experts", "calls the Triton `fused_moe` itself, without a `FusedMoE` layer"),
     (r"models/qwen3_next.py", "its recurrent layers are built on `torch.cuda` (`FusedRMSNormGated`)"),
     (r"marlin_make_workspace", "repacks the experts for a GPU after loading (`marlin_make_workspace`)"),
 )
@@ -158,9 +159,8 @@ def kind(row: Architecture) -> str:
 
 
 def explain(error: str) -> str:
-    if error.startswith("Hybrid MoE: "):
-        return error.removeprefix("Hybrid MoE: ")
-    return next((text for pattern, text in REASONS if re.search(pattern, error)), f"`{error}`")
+    known = next((text for pattern, text in REASONS if re.search(pattern, error)), None)
+    return known or (error.removeprefix("Hybrid MoE: ") if error.startswith("Hybrid MoE: ") else f"`{error}`")
 
 
 def table(findings: dict[str, dict]) -> str:

@@ -5,6 +5,7 @@ token but the first, per sequence, or with ``{"error": …}``. It knows BF16 che
 """
 
 import json
+import os
 import sys
 
 import torch
@@ -24,14 +25,15 @@ def logprobs(model: str, sequences: list[list[int]]) -> list[list[float]]:
 
 
 def main() -> None:
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # whatever a library prints is not an answer
     for line in sys.stdin:
         job = json.loads(line)
         try:
             answer = logprobs(job["model"], job["ids"])
         except Exception as error:  # a model that transformers cannot load is a finding, not the end of the others
             answer = {"error": f"{type(error).__name__}: {error}"}
-        sys.stdout.write(json.dumps(answer) + "\n")
-        sys.stdout.flush()
+        answers.write(json.dumps(answer) + "\n")
 
 
 if __name__ == "__main__":

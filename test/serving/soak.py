@@ -82,7 +82,7 @@ def ask(port: int, case: Case, tally: Tally) -> None:
             cut_off(port, case)
             found = None
         else:
-            found = list(client.generate(port, len(case.expected), ids=case.ids).ids)
+            found = pieces(port, case.ids, len(case.expected))[-1]
     except client.RequestFailed as error:
         with tally.lock:
             tally.failed.append(str(error))
@@ -97,14 +97,22 @@ def ask(port: int, case: Case, tally: Tally) -> None:
             tally.wrong.append(f"{case.ids} -> {found}, expected {case.expected}")
 
 
+def pieces(port: int, ids: list[int], tokens: int, *, stop_after: int | None = None) -> list[list[int]]:
+    """What each chunk of a greedy stream held so far; with ``stop_after`` chunks read, hangs up."""
+    sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+    body = json.dumps({"input_ids": ids, "stream": True, "sampling_params": sampling})
+    seen = []
+    with client.post(port, body) as response:
+        for chunk in client.chunks(response):
+            seen.append(chunk["output_ids"])
+            if len(seen) == stop_after:
+                break
+    return seen
+
+
 def cut_off(port: int, case: Case) -> None:
     """Reads some chunks of a stream that would be long, then hangs up."""
-    sampling = {"temperature": 0, "max_new_tokens": 4 * LONGEST, "ignore_eos": True}
-    body = json.dumps({"input_ids": case.ids, "stream": True, "sampling_params": sampling})
-    with client.post(port, body) as response:
-        for number, _ in enumerate(client.chunks(response), 1):
-            if number >= case.cancel_after:
-                return
+    pieces(port, case.ids, 4 * LONGEST, stop_after=case.cancel_after)
 
 
 def drive(port: int, work: list[Case], at_once: int, deadline: float, tally: Tally) -> None:

@@ -159,6 +159,10 @@ def test_a_file_of_the_wrong_length_is_named(tmp_path, cut, said):
         (b"", "cut off in its header"),
         (b"\xff" * 64, "cut off in its header"),
         (b"\x02" + bytes(7) + b"{]", "damaged header"),
+        (b"\x02" + bytes(7) + b"[]", "not a JSON object"),
+        (b"\x07" + bytes(7) + b'{"a":5}', "tensor 'a' lacks a type, a shape or its place"),
+        (b"\x38" + bytes(7) + b'{"a":{"dtype":"U8","shape":[-1],"data_offsets":[0,1]}}  ', "tensor 'a' lacks"),
+        (b"\x50\xc3" + bytes(6) + b"[" * 50000, "damaged header"),
     ],
 )
 def test_a_file_that_is_no_safetensors_is_named(tmp_path, data, said):
@@ -168,11 +172,44 @@ def test_a_file_that_is_no_safetensors_is_named(tmp_path, data, said):
     assert problem.startswith("model.safetensors ") and said in problem
 
 
+@pytest.mark.parametrize("target", ["model.safetensors", "nowhere", "."])
+def test_a_link_to_no_file_is_named(tmp_path, target):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(target)
+    (problem,) = checkpoint.read(folder).problems
+    assert problem == "model.safetensors is no file, or a link to one that is not there"
+
+
+@pytest.mark.parametrize("text", ["[]", "{}", "[" * 50000, '{"weight_map": [1]}', '{"weight_map": {"a": {}}}', "\x00"])
+def test_an_index_that_lists_no_files_is_named_and_the_files_are_read(tmp_path, text):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    (folder / "model.safetensors.index.json").write_text(text)
+    found = checkpoint.read(folder)
+    (problem,) = found.problems
+    assert problem.startswith("model.safetensors.index.json is damaged (")
+    assert len(found.layers) == 2
+
+
+@pytest.mark.parametrize("text", ["[1]", "null", "[" * 50000])
+def test_a_config_that_is_no_object_is_refused(tmp_path, text):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    (folder / "config.json").write_text(text)
+    assert "config.json is not" in refusal(folder)
+
+
+@pytest.mark.parametrize("key, value", [("num_experts", 10**12), ("num_hidden_layers", -1), ("hidden_size", 10**30)])
+def test_a_count_that_no_model_has_is_refused(tmp_path, key, value):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16(), {key: value})
+    assert f"{key} = {value}, which no model has" in refusal(folder)
+
+
 def test_what_is_no_checkpoint_is_refused_with_what_to_give(tmp_path):
     assert refusal(tmp_path / "none").endswith(
         "is not a folder; give the folder that holds config.json and the safetensors files"
     )
     assert "holds no readable config.json; give" in refusal(tmp_path)
+    assert "holds no readable config.json; give" in refusal(tmp_path / ("x" * 300))
     (tmp_path / "config.json").write_text("{")
     assert "config.json is not JSON" in refusal(tmp_path)
     (tmp_path / "config.json").write_text("{}")

@@ -160,6 +160,20 @@ def test_damage_to_the_checkpoint_is_refused_by_name(tmp_path):
     assert "is not a folder" in problem
 
 
+@pytest.mark.parametrize("shape", [(), (0, 64), (2**60, 64)])
+def test_experts_of_an_impossible_shape_are_refused_by_name(tmp_path, shape, ext):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    data = (folder / "model.safetensors").read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = json.loads(data[8 : 8 + size])
+    for name, tensor in header.items():
+        tensor["shape"] = list(shape) if ".experts." in name else tensor["shape"]
+    text = json.dumps(header).encode()
+    (folder / "model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + data[8 + size :])
+    said = stops(examine(folder))
+    assert len(said) == 2 and all("has experts of 64 x" in problem for problem in said), said
+
+
 def test_text_ends_with_every_problem_and_remedy(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "gpus", lambda: machine.Gpus(None, True, [], "the driver does not answer: why"))
     report = examine(tmp_path, {"LK_THREADS": "abc"})

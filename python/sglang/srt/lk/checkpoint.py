@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 HEADER_LIMIT = 100 << 20  # safetensors' own limit
+MOST = 1 << 20  # layers, experts, columns: a count in config.json beyond it is damage
 
 
 class CheckpointError(Exception):
@@ -61,7 +62,7 @@ def read(path: Path) -> Checkpoint:
     config = _config(path)
     found = Checkpoint(
         path=path,
-        architecture=(config.get("architectures") or ["unknown"])[0],
+        architecture=_architecture(config),
         top_k=_first(config, "num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token"),
         declared_layers=_first(config, "num_hidden_layers"),
         declared_experts=_first(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
@@ -69,8 +70,8 @@ def read(path: Path) -> Checkpoint:
     groups: dict[tuple[str, int], _Group] = {}
     for file in _files(path, found.problems):
         tensors, problem = read_header(file)
-        found.largest_file = max(found.largest_file, file.stat().st_size)
         found.problems += [problem] if problem else []
+        found.largest_file = max(found.largest_file, file.stat().st_size if file.is_file() else 0)
         for name, tensor in tensors.items():
             if not _collect(name, tensor, groups, found.declared_layers):
                 found.other_bytes += tensor.bytes
@@ -81,6 +82,8 @@ def read(path: Path) -> Checkpoint:
 
 def read_header(file: Path) -> tuple[dict[str, Tensor], str | None]:
     """Names, types and shapes of one safetensors file, and what is wrong with the file if anything is."""
+    if not file.is_file():
+        return {}, f"{file.name} is no file, or a link to one that is not there"
     size = file.stat().st_size
     with file.open("rb") as stream:
         head = stream.read(8)
@@ -88,15 +91,10 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], str | None]:
         if length is None or length > min(HEADER_LIMIT, size - 8):
             return {}, f"{file.name} is not a safetensors file, or it is cut off in its header"
         try:
-            header = json.loads(stream.read(length))
-        except ValueError as error:
+            tensors, end = _tensors(json.loads(stream.read(length)))
+        except (ValueError, RecursionError) as error:
             return {}, f"{file.name} has a damaged header ({error})"
-    header.pop("__metadata__", None)
-    tensors = {
-        name: Tensor(item["dtype"], tuple(item["shape"]), item["data_offsets"][1] - item["data_offsets"][0])
-        for name, item in header.items()
-    }
-    wanted = 8 + length + max((item["data_offsets"][1] for item in header.values()), default=0)
+    wanted = 8 + length + end
     if size != wanted:
         return tensors, f"{file.name} has {size} bytes instead of {wanted}: " + (
             "it is cut off" if size < wanted else "something was appended"
@@ -104,24 +102,70 @@ def read_header(file: Path) -> tuple[dict[str, Tensor], str | None]:
     return tensors, None
 
 
+def _tensors(header: object) -> tuple[dict[str, Tensor], int]:
+    """The tensors that a header describes and the bytes of data behind it; ``ValueError`` where it describes none."""
+    if not isinstance(header, dict):
+        raise ValueError("it is not a JSON object")
+    tensors, last = {}, 0
+    for name, item in header.items():
+        match item:
+            case _ if name == "__metadata__":
+                continue
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [int(begin), int(end)]} if (
+                0 <= begin <= end and all(isinstance(size, int) and size >= 0 for size in shape)
+            ):
+                tensors[name] = Tensor(dtype, tuple(shape), end - begin)
+                last = max(last, end)
+            case _:
+                raise ValueError(f"tensor {name!r} lacks a type, a shape or its place in the file")
+    return tensors, last
+
+
+def read_index(index: Path) -> dict[str, str]:
+    """Tensor name to shard; ``ValueError`` where the index does not say that."""
+    try:
+        content = json.loads(index.read_text())
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    match content:
+        case {"weight_map": dict(listed)} if all(isinstance(shard, str) for shard in listed.values()):
+            return listed
+    raise ValueError("it has no weight_map from tensors to files")
+
+
 def _config(path: Path) -> dict:
     """``config.json`` with a nested text model's values on top, as multimodal checkpoints store them."""
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and the safetensors files")
     try:
+        if not path.is_dir():
+            raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and the safetensors files")
         config = json.loads((path / "config.json").read_text())
     except OSError as error:
         raise CheckpointError(f"{path} holds no readable config.json; give a checkpoint's own folder") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}/config.json is not JSON ({error}); fetch the file again") from error
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path}/config.json is not a JSON object; fetch the file again")
     nested = next(
         (config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), {}
     )
     return {**config, **{key: value for key, value in nested.items() if key != "architectures"}}
 
 
+def _architecture(config: dict) -> str:
+    match config.get("architectures"):
+        case [str(name), *_]:
+            return name
+    return "unknown"
+
+
 def _first(config: dict, *keys: str) -> int | None:
-    return next((config[key] for key in keys if isinstance(config.get(key), int)), None)
+    """The first of these counts that is given."""
+    key = next((key for key in keys if isinstance(config.get(key), int)), None)
+    if key is None:
+        return None
+    if not 0 <= config[key] <= MOST:
+        raise CheckpointError(f"config.json says {key} = {config[key]}, which no model has; fetch the file again")
+    return config[key]
 
 
 def _files(path: Path, problems: list[str]) -> list[Path]:
@@ -130,9 +174,9 @@ def _files(path: Path, problems: list[str]) -> list[Path]:
     index = path / "model.safetensors.index.json"
     if index.is_file():
         try:
-            listed = set(json.loads(index.read_text())["weight_map"].values())
-        except (ValueError, KeyError) as error:
-            problems.append(f"{index.name} is damaged ({error!r})")
+            listed = set(read_index(index).values())
+        except ValueError as error:
+            problems.append(f"{index.name} is damaged ({error})")
             listed = set()
         missing = sorted(listed - present.keys())
         if missing:
@@ -147,7 +191,7 @@ def _files(path: Path, problems: list[str]) -> list[Path]:
 
 
 # One tensor of one expert, and one tensor of all experts of a layer.
-_LAYER = r"^(?P<before>.*?)\b(?P<list>layers|stages|blocks|h)\.(?P<layer>\d+)\.(?P<between>.*?)\bexperts\."
+_LAYER = r"^(?P<before>.*?)\b(?P<list>layers|stages|blocks|h)\.(?P<layer>\d{1,6})\.(?P<between>.*?)\bexperts\."
 _PART = re.compile(_LAYER + r"(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj|w1|w2|w3)\.(?P<kind>\w+)$")
 _FUSED = re.compile(_LAYER + r"(?P<part>gate_up_proj|gate_proj|up_proj|down_proj|w13|w2)[._]?(?P<kind>\w*)$")
 _SAME = {

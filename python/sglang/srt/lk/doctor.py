@@ -232,9 +232,15 @@ def _incomplete(found: checkpoint.Checkpoint) -> list[str]:
         if layer.missing:
             more = f" and {len(layer.missing) - 3} more" if layer.missing[3:] else ""
             problems.append(f"{name} lacks {', '.join(layer.missing[:3])}{more}")
+        elif not _has_sizes(layer):
+            problems.append(f"{name} has experts of {layer.hidden} x {layer.width} values, which no model has")
         elif found.declared_experts and layer.experts < found.declared_experts:
             problems.append(f"{name} has {layer.experts} experts, config.json says {found.declared_experts}")
     return problems
+
+
+def _has_sizes(layer: checkpoint.MoeLayer) -> bool:
+    return 1 <= layer.hidden <= checkpoint.MOST and 1 <= layer.width <= checkpoint.MOST
 
 
 def _for_roles(layer: checkpoint.MoeLayer, served: list[str]) -> roles.Layer:
@@ -258,7 +264,7 @@ def _host_bytes(layer: checkpoint.MoeLayer, role: roles.Role, ext, served: list[
         return 0
     return (
         layer.experts * ext.packed_bytes(packed_as, layer.hidden, layer.width)
-        if ext and packed_as in served
+        if ext and packed_as in served and _has_sizes(layer)
         else layer.bytes
     )
 

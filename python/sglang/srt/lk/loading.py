@@ -6,7 +6,6 @@ expert, part and, where the checkpoint's headers tell, tensor and file. Nothing 
 A checkpoint that stacks experts in another way is a branch in ``ExpertLoader._pieces``.
 """
 
-import json
 import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -56,9 +55,9 @@ class Files:
         if not index.is_file():
             return []
         try:
-            listed: dict[str, str] = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
-            return [f"{index.name} is damaged ({error!r})"]
+            listed = checkpoint.read_index(index)
+        except ValueError as error:
+            return [f"{index.name} is damaged ({error})"]
         # An entry that other files make up for is only stale.
         absent = {file for name, file in listed.items() if name not in self._file_of and not (folder / file).is_file()}
         return [f"{', '.join(sorted(absent))} of {len(set(listed.values()))} shards in the index is missing"] if absent else []

@@ -47,6 +47,9 @@ REASONS = (
     (r"moe_forward_native", "`moe_forward_native` cannot weight the input (`apply_router_weight_on_input`)"),
     (r"\['fa3', 'triton', 'trtllm_mha'\] is required", "asks for fa3, triton or trtllm_mha attention (`model_hook.py`)"),
     (r"'sgl_kernel' object has no attribute", "its recurrent layers need sgl_kernel's CPU build, which is not published as a wheel"),
+    (r"has no SGlang implementation", "its module asks for sgl_kernel's CPU operators at import, which the published wheel lacks"),
+    (r"longcat_flash.py:\d+ <listcomp>", "does not find the base of its rotation with transformers 5 (`config.rope_parameters` is None)"),
+    (r"experts without a gate", "experts without a gate (relu2) are not supported by this build"),
     (r"inplace_fused_experts", "calls the Triton `fused_moe` itself, without a `FusedMoE` layer"),
     (r"models/qwen3_next.py", "its recurrent layers are built on `torch.cuda` (`FusedRMSNormGated`)"),
     (r"marlin_make_workspace", "repacks the experts for a GPU after loading (`marlin_make_workspace`)"),
@@ -164,12 +167,16 @@ def explain(error: str) -> str:
 
 
 def table(findings: dict[str, dict]) -> str:
-    lines = [HEAD.rstrip("\n"), ""]
+    counts = {side: sum(row[side]["serves"] for row in findings.values()) for side in ("stock", "hybrid")}
+    summary = "Of {0} rows stock serves {stock} and hybrid {hybrid}.".format(len(findings), **counts)
+    lines = [HEAD.rstrip("\n"), "", summary, ""]
     lines += ["| architecture | class | stock | hybrid | compared with | tokens | log-probabilities: median, 95 %, worst |", "|" + " --- |" * 7]
     for name, row in findings.items():
         found = row.get("compared", {})
         tokens = f"{found['tokens_checked']} {'equal' if found['tokens_equal'] else 'NOT EQUAL'}" if "tokens_checked" in found else ""
         gaps = "{median}, {p95}, {worst}".format(**found) if "median" in found else found.get("why", "")
+        note = ARCHITECTURES[name].note
+        gaps = f"{gaps} ({note})" if note else gaps
         lines.append(f"| {name} | {row['model_class']} | {_cell(row['stock'])} | {_cell(row['hybrid'])} | {found.get('with', '')} | {tokens} | {gaps} |")
     return "\n".join(lines) + "\n"
 

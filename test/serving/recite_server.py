@@ -86,15 +86,17 @@ def _ask(port: int, method: str, path: str, body: str | None = None) -> tuple[in
         connection.close()
 
 
-def memory_mb(root: int) -> float:
-    """Proportional set size of the server's processes, so that shared pages count once."""
-    total = 0
+def memory_mb(root: int) -> dict[str, float]:
+    """Resident memory of the server's processes together, and the part of it that is their own: neither files nor
+    libraries, whose share changes with whatever else runs on the machine."""
+    total = dict.fromkeys(("Rss", "Pss_Anon", "Pss_Shmem"), 0)
     for pid in {root} | processes.descendants(root):
         with contextlib.suppress(OSError):  # it ended while we looked
             for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                if line.startswith("Pss:"):
-                    total += int(line.split()[1])
-    return round(total / 1024, 1)
+                name, _, size = line.partition(":")
+                if name in total:
+                    total[name] += int(size.split()[0])
+    return dict(rss=round(total["Rss"] / 1024, 1), own=round((total["Pss_Anon"] + total["Pss_Shmem"]) / 1024, 1))
 
 
 def under_way(port: int) -> int:

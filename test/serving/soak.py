@@ -148,13 +148,13 @@ def soak(port: int, pid: int, texts: list, arguments: argparse.Namespace) -> dic
         drive(port, part, arguments.at_once, deadline, tally)
         memory.append(recite_server.memory_mb(pid))
     at_rest = recite_server.comes_to_rest(port)
-    allowed = max(FLAT_MB, FLAT_SHARE * memory[1])
+    warm_mb, end_mb = memory[1]["own"], memory[3]["own"]
     problems = [
         *(f"alone: {text}" for text in alone.wrong + alone.failed),
         *tally.wrong,
         *tally.failed,
         *([] if at_rest else ["requests are left in the scheduler"]),
-        *([] if memory[3] - memory[1] <= allowed else [f"memory grew from {memory[1]} to {memory[3]} MB"]),
+        *([] if end_mb - warm_mb <= max(FLAT_MB, FLAT_SHARE * warm_mb) else [f"memory grew from {warm_mb} to {end_mb} MB"]),
         *([] if tally.done == len(work) else [f"{tally.done} of {len(work)} requests done within {arguments.seconds} s"]),
     ]
     return dict(
@@ -165,12 +165,12 @@ def soak(port: int, pid: int, texts: list, arguments: argparse.Namespace) -> dic
 
 
 def line(figures: dict) -> str:
-    m = figures["memory_mb"]
+    memory = ", ".join(f"{m['own']} {when}" for when, m in figures["memory_mb"].items())
     verdict = "ok" if not figures["problems"] else f"{len(figures['problems'])} problems, first: {figures['problems'][0]}"
     return (
         f"soak: {figures['requests']} requests ({figures['cancelled']} cancelled), {figures['at_once']} at a time, "
         f"{figures['tokens']} tokens in {figures['seconds']} s; {figures['wrong']} wrong, {figures['failed']} failed; "
-        f"server memory {m['start']} start, {m['warm']} warm, {m['middle']} middle, {m['end']} end (MB): {verdict}"
+        f"the server's own memory in MB: {memory} (resident in all {figures['memory_mb']['end']['rss']}): {verdict}"
     )
 
 

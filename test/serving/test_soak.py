@@ -30,9 +30,9 @@ def test_about_the_wanted_share_hangs_up():
 
 
 def test_the_summary_says_what_went_wrong():
-    memory = dict(start=1.0, warm=2.0, middle=3.0, end=4.0)
+    memory = {when: dict(rss=9.0, own=mb) for when, mb in dict(start=1.0, warm=2.0, middle=3.0, end=4.0).items()}
     figures = dict(requests=9, cancelled=1, at_once=2, tokens=30, seconds=1.5, wrong=1, failed=0, memory_mb=memory, problems=["a"])
     assert soak.line(figures) == (
         "soak: 9 requests (1 cancelled), 2 at a time, 30 tokens in 1.5 s; 1 wrong, 0 failed; "
-        "server memory 1.0 start, 2.0 warm, 3.0 middle, 4.0 end (MB): 1 problems, first: a"
+        "the server's own memory in MB: 1.0 start, 2.0 warm, 3.0 middle, 4.0 end (resident in all 9.0): 1 problems, first: a"
     )

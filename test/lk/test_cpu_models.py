@@ -1,5 +1,7 @@
 """The torch forms of upstream's GPU-only helpers, against float64."""
 
+from types import SimpleNamespace
+
 import pytest
 
 torch = pytest.importorskip("torch")
@@ -46,3 +48,12 @@ def test_a_sink_takes_weight_and_gives_nothing(window):
         scores = (q[0, head] @ k[0, head // 2].T * 0.3).masked_fill(~seen, float("-inf"))
         weights = scores.exp() / (scores.exp().sum(-1, keepdim=True) + sinks[head].exp())
         assert (found[0, head] - weights @ v[0, head // 2]).abs().max() < 1e-5
+
+
+def test_a_helper_that_upstream_renamed_is_named(monkeypatch):
+    monkeypatch.setattr(cpu_models, "_on_cpu", lambda: True)
+    module = SimpleNamespace(__name__="sglang.srt.models.minimax_m2", rms_sumsq_serial=None)
+    with pytest.raises(AttributeError) as error:
+        cpu_models.normalise_queries_and_keys(module)
+    assert "sglang.srt.models.minimax_m2 has no rms_apply_serial" in str(error.value)
+    assert module.rms_sumsq_serial is None

@@ -20,14 +20,13 @@ def absorb_latent_attention(module: ModuleType) -> None:
 def gate_shared_expert(module: ModuleType) -> None:
     """Qwen2-MoE's shared expert is gated and added by a Triton kernel, whatever the device."""
     if _on_cpu():
-        module.fused_gate_sigmoid_mul_add = gated_add
+        _replace(module, fused_gate_sigmoid_mul_add=gated_add)
 
 
 def normalise_queries_and_keys(module: ModuleType) -> None:
     """MiniMax-M2 normalises queries and keys with Triton kernels unless there is AMX."""
     if _on_cpu():
-        module.rms_sumsq_serial = squares_of_both
-        module.rms_apply_serial = normalise_both
+        _replace(module, rms_sumsq_serial=squares_of_both, rms_apply_serial=normalise_both)
 
 
 def attend_with_sinks(module: ModuleType) -> None:
@@ -41,7 +40,7 @@ def attend_with_sinks(module: ModuleType) -> None:
     def attention(query: Any, key: Any, value: Any, **options: Any) -> Any:
         return sink_attention(query, key, value, sinks[0], **options) if sinks else plain(query, key, value, **options)
 
-    module.scaled_dot_product_attention = attention
+    _replace(module, scaled_dot_product_attention=attention)
     for name in ("forward_extend", "forward_decode"):
         setattr(backend, name, _with_sinks(getattr(backend, name), sinks))
 
@@ -111,6 +110,15 @@ def normalise_both(x1: Any, x2: Any, w1: Any, w2: Any, sum_sq: Any, tp_world: in
         return (x.float() * scale.unsqueeze(-1) * weight.float()).to(x.dtype)
 
     return norm(x1, w1, sum_sq[:rows]), norm(x2, w2, sum_sq[rows : 2 * rows])
+
+
+def _replace(module: ModuleType, **functions: Any) -> None:
+    """A helper that upstream has renamed must be noticed: its replacement would never be called."""
+    missing = [name for name in functions if not hasattr(module, name)]
+    if missing:
+        raise AttributeError(f"Hybrid MoE: upstream's {module.__name__} has no {', '.join(missing)}; reinstall sglang-lk")
+    for name, function in functions.items():
+        setattr(module, name, function)
 
 
 def _on_cpu() -> bool:

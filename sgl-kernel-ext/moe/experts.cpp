@@ -34,8 +34,13 @@ template <class T> const T* at(const void* base, ptrdiff_t bytes) {
 Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge)
     : kernels_(select_isa(isa)), huge_(huge), pool_(std::move(cpus), bind_each, spin_us) {}
 
+std::unique_lock<std::mutex> Engine::lock() {
+  pool_.refuse_fork();
+  return std::unique_lock(mutex_);
+}
+
 double Engine::read_gb_per_s(double megabytes, double seconds) {
-  std::lock_guard lock(mutex_);
+  const auto held = lock();
   const size_t share = std::max<size_t>(size_t(megabytes * 1e6) / size_t(pool_.size()) / 512 * 512, 512);
   const size_t bytes = share * size_t(pool_.size());
   if (probe_.size() < bytes) {
@@ -56,7 +61,7 @@ double Engine::read_gb_per_s(double megabytes, double seconds) {
 }
 
 double Engine::dot_gflop_per_s(double seconds) {
-  std::lock_guard lock(mutex_);
+  const auto held = lock();
   std::vector<double> flop(size_t(pool_.size()));
   std::vector<float> sink(size_t(pool_.size()) * 16);
   auto round = [&](int w) { flop[size_t(w)] += kernels_.peak(20000, &sink[size_t(w) * 16]); };
@@ -102,7 +107,7 @@ template <class Pack> int64_t Experts::each_panel(int expert, Part part, const P
   const Matrix m = matrix(expert, part);
   const int panels = panel_count(m.columns), workers = engine_->pool().size();
   std::vector<int64_t> bad(size_t(workers), 0);
-  std::lock_guard lock(engine_->mutex());
+  const auto held = engine_->lock();
   engine_->pool().run([&](int w) {
     for (int p = panels * w / workers; p < panels * (w + 1) / workers; ++p) bad[size_t(w)] += pack(m, p);
   });
@@ -249,7 +254,7 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
 }
 
 void Experts::forward(const Forward& call) {
-  std::lock_guard lock(engine_->mutex());
+  const auto held = engine_->lock();
   const int64_t start = now_ns();
   for (int64_t first = 0; first < call.tokens; first += kMaxTokens)
     pass(call, first, int(std::min<int64_t>(kMaxTokens, call.tokens - first)));

@@ -25,7 +25,7 @@ class Engine {
   const Kernels& kernels() const { return kernels_; }
   Pool& pool() { return pool_; }
   bool huge() const { return huge_; }
-  std::mutex& mutex() { return mutex_; }
+  std::unique_lock<std::mutex> lock();  // for one call; throws in a forked child, where another thread may hold it for ever
 
   double read_gb_per_s(double megabytes, double seconds);  // a plain reader with all threads
   double dot_gflop_per_s(double seconds);                  // dot2 on registers with all threads

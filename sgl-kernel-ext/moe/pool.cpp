@@ -9,6 +9,8 @@
 #include <chrono>
 #include <climits>
 #include <stdexcept>
+#include <string>
+#include <system_error>
 
 #include "cpu.h"
 
@@ -50,14 +52,24 @@ void Signal::wait_past(uint32_t old, int spin_us) {
 
 Pool::Pool(std::vector<int> cpus, bool bind_each, int spin_us)
     : cpus_(std::move(cpus)), bind_each_(bind_each), spin_us_(spin_us), owner_(getpid()) {
-  for (int i = 1; i < size(); ++i) threads_.emplace_back([this, i] { work(i); });
+  try {
+    for (int i = 1; i < size(); ++i) threads_.emplace_back([this, i] { work(i); });
+  } catch (const std::system_error& error) {
+    const size_t started = threads_.size();
+    stop();
+    throw std::runtime_error("the system started " + std::to_string(started) + " of " + std::to_string(size() - 1) +
+                             " worker threads and refused the next (" + error.what() +
+                             "); use fewer threads, or raise the limit of processes or memory");
+  }
 }
 
 Pool::~Pool() {
-  if (getpid() != owner_) {  // a forked child has the objects but not the threads
-    for (auto& t : threads_) t.detach();
-    return;
-  }
+  // In a forked child the threads do not exist: they can be neither joined nor detached, so their handles stay.
+  if (getpid() != owner_) new std::vector<std::thread>(std::move(threads_));
+  else stop();
+}
+
+void Pool::stop() {
   stop_ = true;
   begin_.advance();
   for (auto& t : threads_) t.join();
@@ -80,9 +92,13 @@ void Pool::work(int worker) {
   }
 }
 
-void Pool::start(Entry entry, const void* context) {
+void Pool::refuse_fork() const {
   if (getpid() != owner_)
     throw std::runtime_error("the CPU engine was started before this process was forked; start it in the process that uses it");
+}
+
+void Pool::start(Entry entry, const void* context) {
+  refuse_fork();
   FlushSubnormals flush;
   if (threads_.empty()) return entry(context, 0);
   const uint32_t end = end_.value();

@@ -32,6 +32,8 @@ class Pool {
   int size() const { return int(cpus_.size()); }
   const std::vector<int>& cpus() const { return cpus_; }
 
+  void refuse_fork() const;  // throws in a forked child, which has the object but not the threads
+
   // body(worker) on every worker; returns when all are done. One run at a time. Throws in a forked child.
   template <class Body> void run(const Body& body) {
     start([](const void* context, int worker) { (*static_cast<const Body*>(context))(worker); }, &body);
@@ -42,6 +44,7 @@ class Pool {
   using Entry = void (*)(const void*, int);
   void start(Entry entry, const void* context);
   void work(int worker);
+  void stop();
 
   std::vector<int> cpus_;
   bool bind_each_;

@@ -37,7 +37,7 @@ template <class I> struct Maths {
         return I::mul(g, sigmoid(I::mul(cubic, I::set1(1.59576912f))));
       }
       case lk::Gate::relu2: {
-        const F32 r = I::max(g, I::zero());
+        const F32 r = I::max(I::zero(), g);
         return I::mul(r, r);
       }
       default:
@@ -64,10 +64,11 @@ template <class I> struct GateUpEpilogue {
       up = I::add(up, I::load(args.up_bias + tile * lk::kColumns));
     }
     const bool limited = a.limit > 0.0f;
-    if (limited && !a.limit_after) gate = I::min(gate, I::set1(a.limit));
+    // The value is the second operand: min and max return that one where either is NaN, so NaN stays visible.
+    if (limited && !a.limit_after) gate = I::min(I::set1(a.limit), gate);
     gate = M::apply(a.gate, a.alpha, gate);
-    if (limited && a.limit_after) gate = I::min(gate, I::set1(a.limit));
-    if (limited) up = I::max(I::min(up, I::set1(a.limit)), I::set1(-a.limit));
+    if (limited && a.limit_after) gate = I::min(I::set1(a.limit), gate);
+    if (limited) up = I::max(I::set1(-a.limit), I::min(I::set1(a.limit), up));
     const F32 y = I::mul(gate, I::add(up, I::set1(a.up_bias)));
     const int split = args.product.split;
     uint16_t* out = args.out[row * split] + tile * lk::kColumns;

@@ -104,11 +104,11 @@ void blocks(const lk::Product& a, const Epilogue& done) {
   const typename F::template Decoder<I> decoder;
   const int end = (a.first + a.count) * kStep;
   // Equal blocks, of an even number of rows where two make one: no thin last one.
-  const int units = a.row_count / a.split, count = (a.row_count + R - 1) / R;
+  const int64_t units = a.row_count / a.split, count = (a.row_count + R - 1) / R;
   for (int panel = a.first * kStep; panel < end;) {
     const bool whole = panel + N <= end;
-    for (int b = 0; b < count; ++b) {
-      const int first = units * b / count * a.split, rows = units * (b + 1) / count * a.split - first;
+    for (int64_t b = 0; b < count; ++b) {
+      const int first = int(units * b / count) * a.split, rows = int(units * (b + 1) / count) * a.split - first;
       if (whole) block_of<F, I, P, N, R>(rows, a, panel, first, decoder, done);
       else block_of<F, I, kRest, kStep, R>(rows, a, panel, first, decoder, done);
     }

@@ -147,6 +147,60 @@ sys.exit(os.waitstatus_to_exitcode(status))
     assert subprocess.run([sys.executable, "-c", code], env=env, timeout=60).returncode == 7
 
 
+def in_a_process(code: str) -> subprocess.CompletedProcess:
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([*sys.path, os.path.dirname(__file__)]))
+    return subprocess.run([sys.executable, "-c", code], env=env, timeout=120, capture_output=True, text=True)
+
+
+def test_a_child_forked_during_a_call_is_told_and_ends_cleanly():
+    ended = in_a_process("""
+import os, signal, sys, threading, numpy as np, reference, native
+layer = reference.random_layer("bf16", 2, 256, 256, np.random.default_rng(0))
+experts = native.build(layer, threads=3)
+x, ids, w = np.zeros((2048, 256), np.uint16), np.zeros((2048, 1), np.int32), np.ones((2048, 1), np.float32)
+busy, over = threading.Event(), threading.Event()
+def calls():
+    while not over.is_set():
+        busy.set()
+        native.run(experts, x, ids, w)
+thread = threading.Thread(target=calls)
+thread.start()
+busy.wait()
+for _ in range(5):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        try:
+            native.run(experts, x[:1], ids[:1], w[:1])
+        except RuntimeError as error:
+            del experts, error
+            native.engine.cache_clear()  # the engine itself ends here
+            os._exit(7)
+        os._exit(1)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status != 7:
+        break
+over.set()
+thread.join()
+sys.exit(status)
+""")
+    assert ended.returncode == 7, ended.stderr
+
+
+def test_threads_that_the_system_refuses_are_an_error_and_end_no_process():
+    ended = in_a_process("""
+import resource, sgl_kernel_ext as ext
+size = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (size + (256 << 20),) * 2)
+try:
+    ext.Engine([0] * 500)
+except RuntimeError as error:
+    print(error)
+print(ext.Engine([0, 0]).threads)
+""")
+    assert "of 499 worker threads and refused the next" in ended.stdout and ended.stdout.endswith("2\n"), ended.stderr
+
+
 def test_the_probes_measure_something():
     assert engine().read_gb_per_s(megabytes=64, seconds=0.02) > 0.1
     assert engine().dot_gflop_per_s(seconds=0.02) > 0.1

@@ -76,6 +76,33 @@ def test_a_limit_changes_large_inputs_so_that_a_dropped_limit_is_seen():
     assert np.abs(free - truth).max() > 10 * bound.max()
 
 
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", [
+    reference.Activation("silu"), reference.Activation("silu", limit=7.0), reference.Activation("silu", limit=7.0, limit_after=True),
+    reference.Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0), reference.Activation("gelu"),
+    reference.Activation("gelu_tanh"), reference.Activation("relu2"),
+], ids=lambda a: f"{a.activation}-{a.alpha}-{a.limit}-{a.limit_after}-{a.up_bias}")  # fmt: skip
+def test_nan_in_a_token_stays_nan_in_its_output_and_reaches_no_other_token(activation, isa):
+    rng = np.random.default_rng(13)
+    layer = reference.random_layer("bf16", 2, 64, 32, rng, activation)
+    x, ids, w = inputs(layer, 3, 2, rng, low=0)
+    clean = run(build(layer, isa), x, ids, w)
+    x[1, 5] = 0x7FC0
+    out = run(build(layer, isa), x, ids, w)
+    assert np.isnan(out[1]).all()
+    assert_bits_equal(out[[0, 2]], clean[[0, 2]])
+
+
+def test_a_pass_of_a_hundred_thousand_rows_of_one_expert_drops_none():
+    layer = reference.random_layer("bf16", 1, 1, 1, np.random.default_rng(0))
+    tokens, top_k = 4096, 64
+    x, ids = np.full((tokens, 1), 0x3F80, np.uint16), np.zeros((tokens, top_k), np.int32)
+    out = run(build(layer), x, ids, np.full((tokens, top_k), 1 / top_k, np.float32))
+    one = run(build(layer), x[:1], ids[:1, :1], np.ones((1, 1), np.float32))
+    assert_bits_equal(out, np.broadcast_to(out[:1], out.shape))
+    assert np.allclose(out[0], one[0], rtol=1e-5)
+
+
 def test_router_weight_on_the_input_is_not_the_weight_on_the_output():
     rng = np.random.default_rng(11)
     layer = reference.random_layer("bf16", 3, 64, 48, rng)

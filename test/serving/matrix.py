@@ -112,7 +112,7 @@ def serve_all(rows: list[Architecture], checkpoints: Path, logs: Path, *, hybrid
 def references(rows: list[Architecture], checkpoints: Path) -> dict[str, list | dict]:
     names = {row.name: row.name.removesuffix(f"_{row.grid}") if row.packed else row.name for row in rows}
     jobs = "".join(json.dumps(dict(model=str(checkpoints / twin), ids=texts()["scored"])) + "\n" for twin in names.values())
-    command = [sys.executable, str(Path(__file__).with_name("reference.py"))]
+    command = [sys.executable, str(Path(__file__).with_name("opinion.py"))]
     output = subprocess.run(command, input=jobs, stdout=subprocess.PIPE, text=True, check=True).stdout
     return dict(zip(names, map(json.loads, output.splitlines()), strict=True))
 

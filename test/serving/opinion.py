@@ -1,6 +1,6 @@
 """What ``transformers`` makes of a checkpoint in float32: an opinion that shares no code with SGLang or with us.
 
-``python reference.py`` reads lines ``{"model": DIR, "ids": [[…], …]}`` and answers each with the log-probability of every
+``python opinion.py`` reads lines ``{"model": DIR, "ids": [[…], …]}`` and answers each with the log-probability of every
 token but the first, per sequence, or with ``{"error": …}``. It knows BF16 checkpoints only: a 4-bit one has a BF16 twin of the same values.
 """
 

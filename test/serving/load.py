@@ -413,6 +413,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     processes.own_descendants()
+    arguments.folder.mkdir(parents=True, exist_ok=True)
     try:
         with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="load-") as scratch:
             text, figures = measure(Path(scratch), arguments.gb)

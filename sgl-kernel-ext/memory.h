@@ -1,4 +1,4 @@
-// Host memory for weights and scratch: anonymous maps aligned to 2 MB, in huge pages where the system
+// Host memory for weights and the workspace: anonymous maps aligned to 2 MB, in huge pages where the system
 // gives them (a plain reader is 19-40 % faster over 2 MB pages).
 #pragma once
 

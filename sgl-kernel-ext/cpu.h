@@ -6,7 +6,7 @@
 
 namespace lk {
 
-// Names as in CMakeLists.txt's NEEDS; a feature counts only if the system saves its registers (XCR0).
+// Names as in CMakeLists.txt's NEEDS; a feature counts only if the system saves its registers (XCR0) or reports it (hwcaps).
 const std::vector<std::string>& cpu_features();
 bool cpu_has(const std::string& feature);
 std::string cpu_brand();

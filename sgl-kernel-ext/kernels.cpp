@@ -4,6 +4,8 @@
 
 #if defined(__x86_64__)
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 #include <initializer_list>
 
@@ -93,4 +95,4 @@ double peak(int64_t rounds, float* sink) {
 
 extern const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME);
 const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME) = {
-    LK_TEXT(LK_ISA_NAME), true, {kernels_of<Bf16>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>()}, to_bf16, split, read, peak};
+    LK_TEXT(LK_ISA_NAME), kLane<I>, {kernels_of<Bf16>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>()}, to_bf16, split, read, peak};

@@ -1,6 +1,7 @@
 #include "memory.h"
 
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <new>
 #include <utility>
@@ -9,6 +10,24 @@ namespace lk {
 
 constexpr size_t kHuge = size_t(2) << 20;
 
+#ifdef LK_GUARD_PAGES
+// For lk_selfcheck: whole cache lines that end where a page begins that nobody may touch.
+Buffer::Buffer(size_t bytes, bool) {
+  if (bytes == 0) return;
+  const size_t page = size_t(sysconf(_SC_PAGESIZE)), lines = (bytes + 63) / 64 * 64, pages = (lines + page - 1) / page * page;
+  void* map = mmap(nullptr, pages + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (map == MAP_FAILED) throw std::bad_alloc();
+  mprotect(static_cast<uint8_t*>(map) + pages, page, PROT_NONE);
+  data_ = static_cast<uint8_t*>(map) + pages - lines;
+  size_ = lines;
+}
+
+Buffer::~Buffer() {
+  if (!data_) return;
+  const size_t page = size_t(sysconf(_SC_PAGESIZE)), begin = reinterpret_cast<uintptr_t>(data_) / page * page;
+  munmap(reinterpret_cast<void*>(begin), reinterpret_cast<uintptr_t>(data_) + size_ + page - begin);
+}
+#else
 Buffer::Buffer(size_t bytes, bool huge) {
   if (bytes == 0) return;
   size_ = (bytes + kHuge - 1) / kHuge * kHuge;
@@ -27,6 +46,7 @@ Buffer::Buffer(size_t bytes, bool huge) {
 Buffer::~Buffer() {
   if (data_) munmap(data_, size_);
 }
+#endif
 
 Buffer::Buffer(Buffer&& other) noexcept
     : data_(std::exchange(other.data_, nullptr)), size_(std::exchange(other.size_, 0)) {}

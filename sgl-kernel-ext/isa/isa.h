@@ -36,3 +36,7 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
   { I::widen(codes) };                 // 16 bf16 values -> F32
   { I::prefetch(bytes) };
 };
+
+// Instruction sets whose dot2 sums in an order of their own say so with `kOwnOrder`: they satisfy the concept, and
+// agree with the others within a bound instead of bit for bit.
+template <class I> constexpr bool kLane = !requires { I::kOwnOrder; };

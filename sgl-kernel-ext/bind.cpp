@@ -19,8 +19,8 @@ using namespace nb::literals;
 
 namespace {
 
-constexpr int kAbi = 1;  // raised when a signature below changes; the Python side compares it
-constexpr const char* kFormatNames[] = {"bf16", "mxfp4", "nvfp4"};
+constexpr int kAbi = 2;  // raised when a signature below changes; the Python side compares it
+constexpr const char* kFormatNames[] = {"bf16", "f16", "fp8", "mxfp8", "mxfp4", "nvfp4", "int4"};
 
 [[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
 
@@ -34,15 +34,42 @@ template <class Value> Value one_of(const std::string& what, const std::string& 
 }
 
 lk::Format format_of(const std::string& name) {
-  for (int i = 0; i < lk::kFormats; ++i)
+  std::string names;
+  for (int i = 0; i < lk::kFormats; ++i) {
     if (name == kFormatNames[i]) return lk::Format(i);
-  refuse("unknown format " + name + "; known are bf16, mxfp4, nvfp4");
+    names += (i ? ", " : "") + std::string(kFormatNames[i]);
+  }
+  refuse("unknown format " + name + "; known are " + names);
+}
+
+// What the checkpoint may choose per format; everything else is refused.
+lk::Coding coding_of(const std::string& name, int group, const std::string& scales, bool zeros) {
+  using lk::Format, lk::Scale;
+  const Format format = format_of(name);
+  const auto fixed = [&](int k, Scale scale) {
+    if (group != 0 || !scales.empty()) refuse(name + " has its own groups and scales; leave group 0 and scales empty");
+    return lk::Coding{format, k, scale, false};
+  };
+  if (zeros && format != Format::int4) refuse(name + " has no zero points");
+  switch (format) {
+    case Format::bf16: case Format::f16: return fixed(0, Scale::none);
+    case Format::mxfp8: case Format::mxfp4: return fixed(32, Scale::e8m0);
+    case Format::nvfp4: return fixed(16, Scale::e4m3);
+    default: break;
+  }
+  if (group < 0 || group % lk::kUnit) refuse("group must be 0 (none) or a multiple of " + std::to_string(lk::kUnit) + ", not " + std::to_string(group));
+  if ((group == 0) != scales.empty()) refuse("group and scales go together: both, or neither");
+  if (group == 0 && zeros) refuse("zero points need a group; for one per column use a group of the whole depth");
+  if (group == 0) return {format, 0, Scale::none, false};
+  if (format == Format::fp8)
+    return {format, group, one_of<Scale>("scales", scales, {{"f32", Scale::f32}, {"f32_shared", Scale::f32_shared}}), false};
+  return {format, group, one_of<Scale>("scales", scales, {{"bf16", Scale::bf16}, {"f16", Scale::f16}, {"f32", Scale::f32}}), zeros};
 }
 lk::Part part_of(const std::string& name) {
   return one_of<lk::Part>("part", name, {{"gate", lk::Part::gate}, {"up", lk::Part::up}, {"down", lk::Part::down}});
 }
 lk::Type type_of(const std::string& name) {
-  return one_of<lk::Type>("dtype", name, {{"bf16", lk::Type::bf16}, {"f32", lk::Type::f32}});
+  return one_of<lk::Type>("dtype", name, {{"bf16", lk::Type::bf16}, {"f16", lk::Type::f16}, {"f32", lk::Type::f32}});
 }
 template <class T> T* address(uintptr_t value, const char* what) {
   if (value == 0) refuse(std::string(what) + " is a null address");
@@ -66,19 +93,36 @@ std::shared_ptr<lk::Engine> make_engine(std::vector<int> cpus, const std::string
 
 struct PyExperts {
   lk::Experts experts;
-  bool has_bias;
+  bool has_bias, has_columns;
 
   void check(int expert) const {
     if (expert < 0 || expert >= experts.shape().experts)
       refuse("expert " + std::to_string(expert) + " is outside 0.." + std::to_string(experts.shape().experts - 1));
   }
-  int64_t pack(int expert, const std::string& part, uintptr_t rows, int64_t row_bytes, bool scales) {
+  using Pack = int64_t (lk::Experts::*)(int, lk::Part, const lk::Rows&);
+  int64_t pack(Pack which, int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes, int64_t word_bytes = 4) {
     check(expert);
-    const lk::Part which = part_of(part);
-    const auto* from = address<const uint8_t>(rows, "the weight");
-    if (scales && experts.format() == lk::Format::bf16) refuse("bf16 has no scales");
+    const lk::Part where = part_of(part);
+    const lk::Rows rows{address<const uint8_t>(ptr, "the weight"), row_bytes, word_bytes};
     nb::gil_scoped_release release;
-    return scales ? experts.pack_scales(expert, which, from, row_bytes) : experts.pack_codes(expert, which, from, row_bytes);
+    return (experts.*which)(expert, where, rows);
+  }
+  int64_t pack_codes(int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes, int64_t word_bytes) {
+    if (word_bytes != 4 && lk::kCodeBits[int(experts.coding().format)] != 4) refuse("word_bytes is for 4-bit codes");
+    return pack(&lk::Experts::pack_codes, expert, part, ptr, row_bytes, word_bytes);
+  }
+  int64_t pack_scales(int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes) {
+    if (experts.coding().scale == lk::Scale::none) refuse("this layer has no group scales");
+    return pack(&lk::Experts::pack_scales, expert, part, ptr, row_bytes);
+  }
+  int64_t pack_zeros(int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes) {
+    if (!experts.coding().zeros) refuse("this layer was made without zero points");
+    return pack(&lk::Experts::pack_zeros, expert, part, ptr, row_bytes);
+  }
+  void column_scales(int expert, const std::string& part, uintptr_t values) {
+    check(expert);
+    if (!has_columns) refuse("this layer was made without column scales");
+    experts.set_column_scales(expert, part_of(part), address<const float>(values, "the column scales"));
   }
   void global_scale(int expert, const std::string& part, float value) {
     check(expert);
@@ -146,10 +190,10 @@ NB_MODULE(sgl_kernel_ext, m) {
     d["features"] = lk::cpu_features();
     return d;
   }, "Processor name and the features that kernels ask for, as far as the system enables them.");
-  m.def("packed_bytes", [](const std::string& format, int hidden, int width) {
+  m.def("packed_bytes", [](const std::string& format, int hidden, int width, int group, const std::string& scales, bool zeros) {
     check_shape(1, hidden, width);
-    return lk::Experts::packed_bytes(format_of(format), hidden, width);
-  }, "format"_a, "hidden"_a, "width"_a, "Bytes of one packed expert, padding included.");
+    return lk::Experts::packed_bytes(coding_of(format, group, scales, zeros), hidden, width);
+  }, "format"_a, "hidden"_a, "width"_a, "group"_a = 0, "scales"_a = "", "zeros"_a = false, "Bytes of one packed expert, padding included.");
 
   nb::class_<lk::Engine>(m, "Engine", "Worker threads, kernel table and workspace that the layers of one process share.")
       .def(nb::new_(&make_engine), "cpus"_a, "isa"_a = "", "bind"_a = "core", "spin_us"_a = 200, "huge"_a = true)
@@ -171,25 +215,33 @@ NB_MODULE(sgl_kernel_ext, m) {
   nb::class_<PyExperts>(m, "Experts", "The routed experts of one layer, packed, and their forward pass.")
       .def("__init__",
            [](PyExperts* self, std::shared_ptr<lk::Engine> engine, const std::string& format, int experts, int hidden, int width,
-              const std::string& activation, float alpha, float limit, bool limit_after, float up_bias, bool bias) {
+              const std::string& activation, float alpha, float limit, bool limit_after, float up_bias, bool bias, int group,
+              const std::string& scales, bool zeros, bool column_scales) {
              check_shape(experts, hidden, width);
-             const lk::Format f = format_of(format);
+             const lk::Coding coding = coding_of(format, group, scales, zeros);
              const lk::Activation a = activation_of(activation, alpha, limit, limit_after, up_bias);
-             new (self) PyExperts{lk::Experts(std::move(engine), f, {experts, hidden, width}, a, bias), bias};
+             new (self) PyExperts{lk::Experts(std::move(engine), coding, {experts, hidden, width}, a, bias, column_scales), bias, column_scales};
            },
            "engine"_a, "format"_a, "experts"_a, "hidden"_a, "width"_a, "activation"_a = "silu", "alpha"_a = 1.0f, "limit"_a = 0.0f,
-           "limit_after"_a = false, "up_bias"_a = 0.0f, "bias"_a = false)
+           "limit_after"_a = false, "up_bias"_a = 0.0f, "bias"_a = false, "group"_a = 0,
+           "scales"_a = "", "zeros"_a = false, "column_scales"_a = false)
       .def_prop_ro("bytes", [](PyExperts& e) { return e.experts.bytes(); })
       .def_prop_ro("experts", [](PyExperts& e) { return e.experts.shape().experts; })
       .def_prop_ro("hidden", [](PyExperts& e) { return e.experts.shape().hidden; })
       .def_prop_ro("width", [](PyExperts& e) { return e.experts.shape().width; })
-      .def_prop_ro("format", [](PyExperts& e) { return kFormatNames[int(e.experts.format())]; })
-      .def("pack_codes", [](PyExperts& e, int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes) {
-        return e.pack(expert, part, ptr, row_bytes, false);
-      }, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a, "Packs one matrix from checkpoint rows; returns how many values are not finite.")
-      .def("pack_scales", [](PyExperts& e, int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes) {
-        return e.pack(expert, part, ptr, row_bytes, true);
-      }, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a, "Packs one matrix's group scales; returns how many are refused (NaN, negative).")
+      .def_prop_ro("format", [](PyExperts& e) { return kFormatNames[int(e.experts.coding().format)]; })
+      .def("packed", [](PyExperts& e, int expert) {
+        e.check(expert);
+        return nb::bytes(reinterpret_cast<const char*>(e.experts.packed_expert(expert)), e.experts.expert_bytes());
+      }, "expert"_a, "A copy of one expert's packed bytes (docs/reference/packed-layout.md).")
+      .def("pack_codes", &PyExperts::pack_codes, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a, "word_bytes"_a = 4,
+           "Packs one matrix from checkpoint rows; returns how many values are not finite. word_bytes: 4-bit codes, from one "
+           "run of eight k to the next.")
+      .def("pack_scales", &PyExperts::pack_scales, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a,
+           "Packs one matrix's group scales; returns how many are refused (NaN, infinite, negative).")
+      .def("pack_zeros", &PyExperts::pack_zeros, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a,
+           "Packs one matrix's zero points, a byte per column and group; returns how many are above 16.")
+      .def("set_column_scales", &PyExperts::column_scales, "expert"_a, "part"_a, "ptr"_a, "One float32 factor per output column.")
       .def("set_global_scale", &PyExperts::global_scale, "expert"_a, "part"_a, "value"_a)
       .def("set_bias", &PyExperts::bias, "expert"_a, "part"_a, "ptr"_a)
       .def("forward", &PyExperts::forward, "x_ptr"_a, "x_row_bytes"_a, "x_dtype"_a, "tokens"_a, "ids_ptr"_a, "ids_row_bytes"_a,

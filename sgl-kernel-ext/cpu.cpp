@@ -44,6 +44,7 @@ std::vector<std::string> detect() {
   add(f && bit(seven.b, 17), "avx512dq");
   add(f && bit(seven.b, 30), "avx512bw");
   add(f && bit(seven.b, 31), "avx512vl");
+  add(f && bit(seven.c, 1), "avx512_vbmi");
   add(f && bit(seven.c, 11), "avx512_vnni");
   add(f && bit(seven1.a, 5), "avx512_bf16");
   add(tiles && bit(seven.d, 24), "amx_tile");

@@ -15,7 +15,11 @@ namespace {
 #include LK_ISA_FILE
 #include "format/format.h"
 #include "format/bf16.h"
+#include "format/f16.h"
+#include "format/fp8.h"
+#include "format/int4.h"
 #include "format/mxfp4.h"
+#include "format/mxfp8.h"
 #include "format/nvfp4.h"
 
 // Bytes ahead of their use that weights are fetched: measured, see docs/explanation/performance.md.
@@ -28,24 +32,46 @@ using I = LK_ISA_TYPE;
 
 template <class F> void gate_up(const lk::GateUp& args) { product<F, I>(args.product, GateUpEpilogue<I>{args}); }
 template <class F> void down(const lk::Down& args) { product<F, I>(args.product, DownEpilogue<I>{args}); }
-template <class F> constexpr lk::FormatKernels kernels_of() { return {layout_of<F>(), gate_up<F>, down<F>}; }
+template <class F> constexpr lk::FormatKernels kernels_of() { return {gate_up<F>, down<F>}; }
 
-void to_bf16(const float* in, uint16_t* out, int n, float scale) {
-  for (int i = 0; i < n; i += 16) I::store_bf16(out + i, I::mul(I::load(in + i), I::set1(scale)));
+// Sixteen at a time through body(in, out); the last few through copies, so that nothing beyond n is touched.
+template <class In, class Out, class Body> void sixteens(const In* in, Out* out, int n, const Body& body) {
+  int i = 0;
+  for (; i + 16 <= n; i += 16) body(in + i, out + i);
+  if (i == n) return;
+  In from[16] = {};
+  Out to[16];
+  __builtin_memcpy(from, in + i, size_t(n - i) * sizeof(In));
+  body(from, to);
+  __builtin_memcpy(out + i, to, size_t(n - i) * sizeof(Out));
 }
 
+void to_bf16(const float* in, uint16_t* out, int n, float scale) {
+  sixteens(in, out, n, [=](const float* from, uint16_t* to) { I::store_bf16(to, I::mul(I::load(from), I::set1(scale))); });
+}
+void to_half(const float* in, uint16_t* out, int n, float scale) {
+  sixteens(in, out, n, [=](const float* from, uint16_t* to) { I::store_half(to, I::mul(I::load(from), I::set1(scale))); });
+}
+
+// x = high + rest: the nearest bf16 and what it leaves.
+void split_high(typename I::F32 x, uint16_t* high) { I::store_bf16(high, x); }
+void split_rest(typename I::F32 x, uint16_t* rest) {
+  I::store_bf16(rest, x);
+  I::store_bf16(rest, I::fma(I::widen(rest), I::set1(-1.0f), x));
+}
+template <class In, class Load> void split_with(const In* in, uint16_t* high, uint16_t* rest, int n, const Load& load) {
+  sixteens(in, high, n, [&](const In* from, uint16_t* to) { split_high(load(from), to); });
+  sixteens(in, rest, n, [&](const In* from, uint16_t* to) { split_rest(load(from), to); });
+}
 void split(const float* in, uint16_t* high, uint16_t* rest, int n) {
-  for (int i = 0; i < n; i += 16) {
-    float chunk[16] = {};
-    uint16_t parts[2][16];
-    const int some = n - i < 16 ? n - i : 16;
-    __builtin_memcpy(chunk, in + i, size_t(some) * 4);
-    const auto x = I::load(chunk);
-    I::store_bf16(parts[0], x);
-    I::store_bf16(parts[1], I::fma(I::widen(parts[0]), I::set1(-1.0f), x));
-    __builtin_memcpy(high + i, parts[0], size_t(some) * 2);
-    __builtin_memcpy(rest + i, parts[1], size_t(some) * 2);
-  }
+  split_with(in, high, rest, n, [](const float* p) { return I::load(p); });
+}
+void split_half(const uint16_t* in, uint16_t* high, uint16_t* rest, int n) {
+  split_with(in, high, rest, n, [](const uint16_t* p) { return I::half(p); });
+}
+
+void sums(const uint16_t* in, float* out, int n) {
+  for (int i = 0; i < n; i += lk::kSumOf) out[i / lk::kSumOf] = Maths<I>::sum(I::widen(in + i));
 }
 
 // Reads every line once, into sums that are used: what the memory gives to loads of this width. No prefetching:
@@ -95,4 +121,6 @@ double peak(int64_t rounds, float* sink) {
 
 extern const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME);
 const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME) = {
-    LK_TEXT(LK_ISA_NAME), kLane<I>, {kernels_of<Bf16>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>()}, to_bf16, split, read, peak};
+    LK_TEXT(LK_ISA_NAME), kLane<I>,
+    {kernels_of<Bf16>(), kernels_of<F16>(), kernels_of<Fp8>(), kernels_of<Mxfp8>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>(), kernels_of<Int4>()},
+    split, split_half, to_bf16, to_half, sums, read, peak};

@@ -9,21 +9,32 @@
 
 namespace lk {
 
-struct Matrix {       // one packed N x K matrix
-  uint8_t* panels;    // panel 0
-  size_t stride;      // bytes from one panel to the next (gate and up alternate)
-  int columns, depth; // true N and K
+// One packed N x K matrix: every `step`-th panel from `first` on (gate and up alternate).
+struct Matrix {
+  Panels panels;
+  int first, step;
+  int columns, depth;  // true N and K
+  PanelLayout layout;
 };
 
-int padded_depth(const PanelLayout& layout, int depth);
-size_t panel_bytes(const PanelLayout& layout, int depth);
 inline int panel_count(int columns) { return (columns + kColumns - 1) / kColumns; }
 
-// Packs the codes of one panel. `rows` points at checkpoint row 0, `row_bytes` apart.
-// bf16: 2 bytes per k. 4-bit: two codes a byte, low nibble = even k. Returns the non-finite values seen.
-int64_t pack_codes(Format format, const PanelLayout& layout, const Matrix& m, int panel, const uint8_t* rows, ptrdiff_t row_bytes);
+// Where a checkpoint's rows are: one per output column.
+struct Rows {
+  const uint8_t* data;
+  ptrdiff_t row_bytes;   // from one row to the next
+  ptrdiff_t word_bytes;  // 4-bit codes: from one run of 8 k (4 bytes, low half of a byte first) to the next
+};
 
-// Packs the group scales of one panel: one byte per group. Returns the scales refused: NaN, or negative E4M3.
-int64_t pack_scales(Format format, const PanelLayout& layout, const Matrix& m, int panel, const uint8_t* rows, ptrdiff_t row_bytes);
+// Packs the codes of one panel: 2 bytes per k (bf16, f16), 1 (fp8, mxfp8), or 4 bits, low half = even k.
+// Returns the values seen that are not finite.
+int64_t pack_codes(Format format, const Matrix& m, int panel, const Rows& rows);
+
+// Packs the group scales of one panel, one element of the layout's type per group (f32_shared: float32). Returns the
+// scales refused: NaN, infinite, or negative E4M3. Throws where columns that must share a scale differ.
+int64_t pack_scales(const Matrix& m, int panel, const Rows& rows);
+
+// Packs the zero points of one panel: one byte per group, 0..16. Returns how many are beyond.
+int64_t pack_zeros(const Matrix& m, int panel, const Rows& rows);
 
 }  // namespace lk

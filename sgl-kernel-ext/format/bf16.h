@@ -1,7 +1,9 @@
 // bf16: a block is one row, stored as it is used.
 struct Bf16 {
-  static constexpr int kSuper = 32, kGroup = 0, kBlock = 2, kScaleBytes = 0;
+  static constexpr int kBlock = 2, kGroup = 0, kTerms = 1;
+  static constexpr bool kZeros = false;
   template <class I> struct Decoder {
     void rows(const uint8_t* block, typename I::Pairs* out) const { out[0] = I::load_pairs(block); }
   };
 };
+static_assert(WeightFormat<Bf16>);

@@ -1,7 +1,10 @@
 // MXFP4: E2M1 codes, one E8M0 scale (a power of two) per column and 32 k.
 struct Mxfp4 {
-  static constexpr int kSuper = 128, kGroup = 32, kBlock = 8, kScaleBytes = 16;
+  static constexpr int kBlock = 8, kGroup = 32, kTerms = 1;
+  static constexpr bool kZeros = false;
   template <class I> struct Decoder : Nibbles<I> {
-    typename I::F32 scale(const uint8_t* p) const { return I::e8m0(p); }
+    Decoder() : Nibbles<I>(kE2M1) {}
+    typename I::F32 scale(lk::Scale, const uint8_t* p) const { return I::e8m0(p); }
   };
 };
+static_assert(WeightFormat<Mxfp4>);

@@ -1,7 +1,10 @@
 // NVFP4: E2M1 codes, one E4M3 scale per column and 16 k; the second scale is applied once per matrix.
 struct Nvfp4 {
-  static constexpr int kSuper = 64, kGroup = 16, kBlock = 8, kScaleBytes = 16;
+  static constexpr int kBlock = 8, kGroup = 16, kTerms = 1;
+  static constexpr bool kZeros = false;
   template <class I> struct Decoder : Nibbles<I> {
-    typename I::F32 scale(const uint8_t* p) const { return I::e4m3(p); }
+    Decoder() : Nibbles<I>(kE2M1) {}
+    typename I::F32 scale(lk::Scale, const uint8_t* p) const { return I::e4m3(p); }
   };
 };
+static_assert(WeightFormat<Nvfp4>);

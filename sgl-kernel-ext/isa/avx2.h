@@ -6,6 +6,7 @@ struct Avx2 {
   struct Pairs { __m256i lo, hi; };
   struct Pair { __m256 high, low; };
   struct Table { __m256i low_byte, high_byte; };
+  using ByteTable = __m256i;  // bf16 of the subnormal E4M3 codes: eight low bytes, eight high bytes
 
   static F32 zero() { return {_mm256_setzero_ps(), _mm256_setzero_ps()}; }
   static F32 set1(float x) { return {_mm256_set1_ps(x), _mm256_set1_ps(x)}; }
@@ -68,6 +69,41 @@ struct Avx2 {
     nibbles(words.lo, t, &out[0].lo, 2);
     nibbles(words.hi, t, &out[0].hi, 2);
   }
+  static ByteTable e4m3_table() {
+    const __m128i subnormal = _mm_setr_epi8(0, 0, char(0x80), char(0xc0), 0, 0x20, 0x40, 0x60, 0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c);
+    return _mm256_broadcastsi128_si256(subnormal);
+  }
+  static __m256i e4m3_low(__m256i words, ByteTable subnormal) {  // codes in the low bytes, high bytes zero
+    const __m256i abs = _mm256_and_si256(words, _mm256_set1_epi16(0x7f));
+    const __m256i normal = _mm256_add_epi16(_mm256_slli_epi16(abs, 4), _mm256_set1_epi16(0x3c00));
+    const __m256i index = _mm256_or_si256(_mm256_or_si256(abs, _mm256_slli_epi16(abs, 8)), _mm256_set1_epi16(0x0800));
+    const __m256i small = _mm256_cmpgt_epi16(_mm256_set1_epi16(8), abs);
+    const __m256i r = _mm256_blendv_epi8(normal, _mm256_shuffle_epi8(subnormal, index), small);
+    return _mm256_or_si256(r, _mm256_slli_epi16(_mm256_srli_epi16(words, 7), 15));
+  }
+  static void e4m3_codes(const uint8_t* block, ByteTable subnormal, Pairs* out) {
+    const Pairs words = load_pairs(block);
+    const __m256i byte = _mm256_set1_epi16(0x00ff);
+    out[0] = {e4m3_low(_mm256_and_si256(words.lo, byte), subnormal), e4m3_low(_mm256_and_si256(words.hi, byte), subnormal)};
+    out[1] = {e4m3_low(_mm256_srli_epi16(words.lo, 8), subnormal), e4m3_low(_mm256_srli_epi16(words.hi, 8), subnormal)};
+  }
+  // Eight f16 in the low halves of 32-bit lanes, high halves zero.
+  static __m256 half_lanes(__m256i lanes) {
+    return _mm256_cvtph_ps(_mm_packus_epi32(_mm256_castsi256_si128(lanes), _mm256_extracti128_si256(lanes, 1)));
+  }
+  static void half_pairs(__m256i words, __m256i* first, __m256i* second) {
+    const __m256i low_half = _mm256_set1_epi32(0xffff);
+    const __m256 even = half_lanes(_mm256_and_si256(words, low_half)), odd = half_lanes(_mm256_srli_epi32(words, 16));
+    const __m256 even_high = high(_mm256_castps_si256(even)), odd_high = high(_mm256_castps_si256(odd));
+    const auto join = [](__m256 a, __m256 b) { return _mm256_or_si256(_mm256_srli_epi32(_mm256_castps_si256(a), 16), _mm256_castps_si256(b)); };
+    *first = join(even_high, odd_high);
+    *second = join(_mm256_sub_ps(even, even_high), high(_mm256_castps_si256(_mm256_sub_ps(odd, odd_high))));
+  }
+  static void half_pairs(const uint8_t* block, Pairs* out) {
+    const Pairs words = load_pairs(block);
+    half_pairs(words.lo, &out[0].lo, &out[1].lo);
+    half_pairs(words.hi, &out[0].hi, &out[1].hi);
+  }
   static __m256 e8m0_half(const uint8_t* p) {
     const __m256i e = _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
     return _mm256_castsi256_ps(_mm256_slli_epi32(e, 23));
@@ -79,6 +115,19 @@ struct Avx2 {
     const __m256 unit = _mm256_set1_ps(256.0f);
     return {_mm256_mul_ps(_mm256_cvtph_ps(_mm256_castsi256_si128(h)), unit),
             _mm256_mul_ps(_mm256_cvtph_ps(_mm256_extracti128_si256(h, 1)), unit)};
+  }
+  static F32 half(const uint16_t* p) {
+    auto q = reinterpret_cast<const __m128i*>(p);
+    return {_mm256_cvtph_ps(_mm_loadu_si128(q)), _mm256_cvtph_ps(_mm_loadu_si128(q + 1))};
+  }
+  static __m256 signed_half(const uint8_t* p) {
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+  }
+  static F32 signed_bytes(const uint8_t* p) { return {signed_half(p), signed_half(p + 8)}; }
+  static void store_half(uint16_t* p, F32 a) {
+    constexpr int mode = _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC;
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph(a.lo, mode));
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), _mm256_cvtps_ph(a.hi, mode));
   }
   static __m128i bf16_half(__m256 a) {
     const __m256i u = _mm256_castps_si256(a), abs = _mm256_and_si256(u, _mm256_set1_epi32(0x7fffffff));

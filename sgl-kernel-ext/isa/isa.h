@@ -9,7 +9,7 @@
 // flush bits for its threads; vdpbf16ps always flushes).
 
 template <class I>
-concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::Pair a, typename I::Table t,
+concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::Pair a, typename I::Table t, typename I::ByteTable b,
                            typename I::Pairs* out, const uint8_t* bytes, const float* in, float* to,
                            const uint16_t* codes, uint16_t* bf16) {
   { I::kRows + I::kSums };             // rows at once (a power of two), F32 sums that fit the registers
@@ -30,8 +30,14 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
   { I::dot2(f, a, p) };                // f + a.high * p.high + a.low * p.low
   { I::table(codes) };                 // 16 bf16 values, looked up by
   { I::nibbles(bytes, t, out) };       // a 64-byte block of 4-bit codes -> 4 rows
+  { I::e4m3_table() };                 // whatever helps with
+  { I::e4m3_codes(bytes, b, out) };    // a 64-byte block of E4M3 codes (no NaN) -> 2 rows
+  { I::half_pairs(bytes, out) };       // a 64-byte block of f16 pairs -> 2 rows: high parts (truncated), rest
   { I::e8m0(bytes) };                  // 16 scales of 16 columns -> F32
   { I::e4m3(bytes) };
+  { I::half(codes) };                  // 16 f16 values -> F32
+  { I::signed_bytes(bytes) };          // 16 int8 values -> F32
+  { I::store_half(bf16, f) };          // F32 -> f16, to nearest even
   { I::store_bf16(bf16, f) };          // round to nearest even
   { I::widen(codes) };                 // 16 bf16 values -> F32
   { I::prefetch(bytes) };

@@ -9,6 +9,7 @@ struct Scalar {
   struct Pairs { uint32_t v[16]; };
   struct Pair { float high, low; };
   struct Table { uint16_t v[16]; };
+  struct ByteTable {};
 
   static float from_bits(uint32_t u) { return __builtin_bit_cast(float, u); }
   static uint32_t bits(float f) { return __builtin_bit_cast(uint32_t, f); }
@@ -60,12 +61,49 @@ struct Scalar {
       for (int c = 0; c < 16; ++c)
         out[j].v[c] = t.v[(words[2 * c] >> (4 * j)) & 15] | uint32_t(t.v[(words[2 * c + 1] >> (4 * j)) & 15]) << 16;
   }
+  static float e4m3(uint8_t code) {
+    const int e = code >> 3 & 15, m = code & 7;
+    const float f = e ? from_bits(uint32_t(e + 120) << 23 | uint32_t(m) << 20) : float(m) * 0x1p-9f;
+    return code & 0x80 ? -f : f;
+  }
+  static float half(uint16_t h) {
+    const int e = h >> 10 & 31, m = h & 1023;
+    const float f = e == 31 ? from_bits(0x7f800000u | uint32_t(m) << 13)
+                    : e ? from_bits(uint32_t(e + 112) << 23 | uint32_t(m) << 13) : float(m) * 0x1p-24f;
+    return h & 0x8000 ? -f : f;
+  }
+  static ByteTable e4m3_table() { return {}; }
+  LK_CALL static void e4m3_codes(const uint8_t* block, ByteTable, Pairs* out) {
+    for (int j = 0; j < 2; ++j)
+      for (int c = 0; c < 16; ++c)
+        out[j].v[c] = bits(e4m3(block[4 * c + j])) >> 16 | (bits(e4m3(block[4 * c + 2 + j])) & 0xffff0000u);
+  }
+  LK_CALL static void half_pairs(const uint8_t* block, Pairs* out) {
+    uint16_t values[32];
+    __builtin_memcpy(values, block, 64);
+    for (int c = 0; c < 16; ++c) {
+      uint32_t high[2], rest[2];
+      for (int p = 0; p < 2; ++p) {
+        const float x = half(values[2 * c + p]);
+        high[p] = bits(x) & 0xffff0000u;
+        rest[p] = bits(x - from_bits(high[p]));
+      }
+      out[0].v[c] = high[0] >> 16 | high[1];
+      out[1].v[c] = rest[0] >> 16 | (rest[1] & 0xffff0000u);
+    }
+  }
   static F32 e8m0(const uint8_t* p) { return each([=](int i) { return from_bits(uint32_t(p[i]) << 23); }); }
-  LK_CALL static F32 e4m3(const uint8_t* p) {
-    return each([=](int i) {
-      const int e = p[i] >> 3 & 15, m = p[i] & 7;
-      return e ? from_bits(uint32_t(e + 120) << 23 | uint32_t(m) << 20) : float(m) * 0x1p-9f;
-    });
+  LK_CALL static F32 e4m3(const uint8_t* p) { return each([=](int i) { return e4m3(p[i]); }); }
+  LK_CALL static F32 half(const uint16_t* p) { return each([=](int i) { return half(p[i]); }); }
+  static F32 signed_bytes(const uint8_t* p) { return each([=](int i) { return float(int8_t(p[i])); }); }
+  LK_CALL static void store_half(uint16_t* p, F32 a) {
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t u = bits(a.v[i]), sign = u >> 16 & 0x8000u, abs = u & 0x7fffffffu;
+      if (abs > 0x7f800000u) p[i] = uint16_t(sign | 0x7e00u | (abs >> 13 & 0x3ffu));
+      else if (abs >= 0x477ff000u) p[i] = uint16_t(sign | 0x7c00u);  // rounds to infinity
+      else if (abs >= 0x38800000u) p[i] = uint16_t(sign | ((abs - 0x38000000u + 0xfffu + (abs >> 13 & 1u)) >> 13));
+      else p[i] = uint16_t(sign | (bits(from_bits(abs) + 0.5f) - 0x3f000000u));  // adding 0.5 rounds to a multiple of 2^-24
+    }
   }
   static F32 widen(const uint16_t* p) { return each([=](int i) { return from_bits(uint32_t(p[i]) << 16); }); }
   LK_CALL static void store_bf16(uint16_t* p, F32 a) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <chrono>
 #include <cstring>
+#include <stdexcept>
 
 #include "cpu.h"
 #include "dispatch.h"
@@ -19,6 +20,11 @@ int row_stride(int elements, int element_bytes) {
   const int lines = (elements * element_bytes + 63) / 64;
   return (lines | 1) * 64 / element_bytes;
 }
+
+size_t up_panels(int width) { return size_t(2 * panel_count(width)); }
+
+// bf16 values of a row, and the sums behind them.
+int row_elements(const PanelLayout& layout) { return layout.depth + (layout.zeros ? layout.depth / kSumOf * 2 : 0); }
 
 int64_t now_ns() {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
@@ -78,80 +84,96 @@ double Engine::dot_gflop_per_s(double seconds) {
   return total / double(elapsed);
 }
 
-Experts::Experts(std::shared_ptr<Engine> engine, Format format, Shape shape, Activation activation, bool bias)
-    : engine_(std::move(engine)), format_(format), shape_(shape), activation_(activation),
-      kernels_(engine_->kernels().format[int(format)]),
-      up_panel_(panel_bytes(kernels_.layout, shape.hidden)), down_panel_(panel_bytes(kernels_.layout, shape.width)),
-      expert_bytes_(packed_bytes(format, shape.hidden, shape.width)),
-      x_stride_(row_stride(padded_depth(kernels_.layout, shape.hidden), 2)),
-      act_stride_(row_stride(std::max(padded_depth(kernels_.layout, shape.width), round_up(shape.width, kColumns)), 2)),
+Experts::Experts(std::shared_ptr<Engine> engine, Coding coding, Shape shape, Activation activation, bool bias, bool column_scales)
+    : engine_(std::move(engine)), coding_(coding), shape_(shape), activation_(activation),
+      kernels_(engine_->kernels().format[int(coding.format)]),
+      up_(panel_layout(coding, shape.hidden)), down_(panel_layout(coding, shape.width)),
+      expert_bytes_(packed_bytes(coding, shape.hidden, shape.width)),
+      x_stride_(row_stride(row_elements(up_), 2)), act_stride_(row_stride(row_elements(down_), 2)),
       out_stride_(row_stride(round_up(shape.hidden, kColumns), 4)),
       weights_(size_t(shape.experts) * expert_bytes_, engine_->huge()), global_(size_t(shape.experts) * 3, 1.0f) {
-  if (bias)
-    bias_.assign(size_t(shape.experts) * size_t(2 * round_up(shape.width, kColumns) + round_up(shape.hidden, kColumns)), 0.0f);
+  const size_t vectors = size_t(shape.experts) * size_t(2 * round_up(shape.width, kColumns) + round_up(shape.hidden, kColumns));
+  if (bias) bias_.assign(vectors, 0.0f);
+  if (column_scales) columns_.assign(vectors, 1.0f);
 }
 
-size_t Experts::packed_bytes(Format format, int hidden, int width) {
-  const PanelLayout& layout = isas().front().kernels->format[int(format)].layout;
-  return size_t(2 * panel_count(width)) * panel_bytes(layout, hidden) + size_t(panel_count(hidden)) * panel_bytes(layout, width);
+size_t Experts::packed_bytes(const Coding& coding, int hidden, int width) {
+  return panel_layout(coding, hidden).bytes(up_panels(width)) + panel_layout(coding, width).bytes(size_t(panel_count(hidden)));
+}
+
+// Gate and up are one matrix, down another behind it.
+Panels Experts::packed(int expert, bool down) const {
+  uint8_t* base = weights_.data() + size_t(expert) * expert_bytes_;
+  if (down) return panels_at(base + up_.bytes(up_panels(shape_.width)), down_, size_t(panel_count(shape_.hidden)));
+  return panels_at(base, up_, up_panels(shape_.width));
 }
 
 Matrix Experts::matrix(int expert, Part part) const {
-  uint8_t* base = weights_.data() + size_t(expert) * expert_bytes_;
-  if (part == Part::down)
-    return {base + size_t(2 * panel_count(shape_.width)) * up_panel_, down_panel_, shape_.hidden, shape_.width};
-  return {base + (part == Part::up ? up_panel_ : 0), 2 * up_panel_, shape_.width, shape_.hidden};
+  if (part == Part::down) return {packed(expert, true), 0, 1, shape_.hidden, shape_.width, down_};
+  return {packed(expert, false), part == Part::up, 2, shape_.width, shape_.hidden, up_};
 }
 
 template <class Pack> int64_t Experts::each_panel(int expert, Part part, const Pack& pack) {
   const Matrix m = matrix(expert, part);
   const int panels = panel_count(m.columns), workers = engine_->pool().size();
   std::vector<int64_t> bad(size_t(workers), 0);
+  std::vector<std::string> refused{size_t(workers)};  // an exception must not leave a worker
   const auto held = engine_->lock();
   engine_->pool().run([&](int w) {
-    for (int p = panels * w / workers; p < panels * (w + 1) / workers; ++p) bad[size_t(w)] += pack(m, p);
+    try {
+      for (int p = panels * w / workers; p < panels * (w + 1) / workers; ++p) bad[size_t(w)] += pack(m, p);
+    } catch (const std::exception& error) {
+      refused[size_t(w)] = error.what();
+    }
   });
+  for (const auto& why : refused)
+    if (!why.empty()) throw std::invalid_argument(why);
   int64_t total = 0;
   for (int64_t b : bad) total += b;
   return total;
 }
 
-int64_t Experts::pack_codes(int expert, Part part, const void* rows, ptrdiff_t row_bytes) {
-  return each_panel(expert, part, [&](const Matrix& m, int p) {
-    return lk::pack_codes(format_, kernels_.layout, m, p, static_cast<const uint8_t*>(rows), row_bytes);
-  });
+int64_t Experts::pack_codes(int expert, Part part, const Rows& rows) {
+  return each_panel(expert, part, [&](const Matrix& m, int p) { return lk::pack_codes(coding_.format, m, p, rows); });
 }
-
-int64_t Experts::pack_scales(int expert, Part part, const void* rows, ptrdiff_t row_bytes) {
-  return each_panel(expert, part, [&](const Matrix& m, int p) {
-    return lk::pack_scales(format_, kernels_.layout, m, p, static_cast<const uint8_t*>(rows), row_bytes);
-  });
+int64_t Experts::pack_scales(int expert, Part part, const Rows& rows) {
+  return each_panel(expert, part, [&](const Matrix& m, int p) { return lk::pack_scales(m, p, rows); });
+}
+int64_t Experts::pack_zeros(int expert, Part part, const Rows& rows) {
+  return each_panel(expert, part, [&](const Matrix& m, int p) { return lk::pack_zeros(m, p, rows); });
 }
 
 void Experts::set_global_scale(int expert, Part part, float value) { global_[size_t(expert) * 3 + size_t(part)] = value; }
 
-float* Experts::bias(int expert, Part part) {
-  if (bias_.empty()) return nullptr;
+// Where the bias or the column scales of a part begin.
+size_t Experts::vector_at(int expert, Part part) const {
   const size_t width = size_t(round_up(shape_.width, kColumns)), hidden = size_t(round_up(shape_.hidden, kColumns));
-  return bias_.data() + size_t(expert) * (2 * width + hidden) + size_t(part) * width;
+  return size_t(expert) * (2 * width + hidden) + size_t(part) * width;
 }
-
 void Experts::set_bias(int expert, Part part, const float* values) {
-  memcpy(bias(expert, part), values, size_t(part == Part::down ? shape_.hidden : shape_.width) * sizeof(float));
+  std::copy_n(values, columns(part), bias_.begin() + ptrdiff_t(vector_at(expert, part)));
+}
+void Experts::set_column_scales(int expert, Part part, const float* values) {
+  std::copy_n(values, columns(part), columns_.begin() + ptrdiff_t(vector_at(expert, part)));
 }
 
-// Float32 activations are split into two bf16 rows, high part and rest.
-int split_of(const Forward& call) { return call.x_type == Type::f32 ? 2 : 1; }
+// Activations of more than bf16's precision are split into two bf16 rows, high part and rest.
+int split_of(const Forward& call) { return call.x_type == Type::bf16 ? 1 : 2; }
 
 // Rows begin..end of the pass into the workspace as bf16, zero beyond the true width.
 void Experts::load_rows(const Forward& call, int64_t first, int begin, int end) {
-  const int padded = padded_depth(kernels_.layout, shape_.hidden), split = split_of(call);
+  const Kernels& kernels = engine_->kernels();
+  const int split = split_of(call);
   for (int t = begin; t < end; ++t) {
     uint16_t* to = at<uint16_t>(engine_->work.x.data(), ptrdiff_t(t) * split * x_stride_ * 2);
     const void* from = at<char>(call.x, (first + t) * call.x_stride);
-    if (split == 1) memcpy(to, from, size_t(shape_.hidden) * 2);
-    else engine_->kernels().split(at<float>(from, 0), to, to + x_stride_, shape_.hidden);
-    for (int part = 0; part < split; ++part) memset(to + part * x_stride_ + shape_.hidden, 0, size_t(padded - shape_.hidden) * 2);
+    if (call.x_type == Type::bf16) memcpy(to, from, size_t(shape_.hidden) * 2);
+    else if (call.x_type == Type::f16) kernels.split_half(at<uint16_t>(from, 0), to, to + x_stride_, shape_.hidden);
+    else kernels.split(at<float>(from, 0), to, to + x_stride_, shape_.hidden);
+    for (int part = 0; part < split; ++part, to += x_stride_) {
+      memset(to + shape_.hidden, 0, size_t(up_.depth - shape_.hidden) * 2);
+      if (coding_.zeros) kernels.sums(to, reinterpret_cast<float*>(to + up_.depth), up_.depth);
+    }
   }
 }
 
@@ -160,15 +182,18 @@ void Experts::gate_up(const Forward& call, int worker) {
   const int tiles = panel_count(shape_.width), split = split_of(call);
   work.schedule.share(worker, engine_->pool().size(), tiles, [&](const Schedule::Group& g, int tile, int count) {
     GateUp args;
-    args.product = {matrix(g.expert, Part::gate).panels, up_panel_, tile, count, padded_depth(kernels_.layout, shape_.hidden),
+    args.product = {packed(g.expert, false), &up_, tile, count,
                     work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split};
     args.gate_scale = global_[size_t(g.expert) * 3];
     args.up_scale = global_[size_t(g.expert) * 3 + 1];
-    args.gate_bias = bias(g.expert, Part::gate);
-    args.up_bias = bias(g.expert, Part::up);
+    args.gate_columns = vector(columns_, g.expert, Part::gate);
+    args.up_columns = vector(columns_, g.expert, Part::up);
+    args.gate_bias = vector(bias_, g.expert, Part::gate);
+    args.up_bias = vector(bias_, g.expert, Part::up);
     args.input_weight = call.weight_on_input ? work.schedule.weight().data() + g.begin : nullptr;
     args.activation = activation_;
     args.out = work.act_out.data() + g.begin * split;
+    args.sums = coding_.zeros ? down_.depth : 0;
     kernels_.gate_up(args);
   });
 }
@@ -184,10 +209,11 @@ void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
     memset(work.out.data() + (size_t(t) * size_t(out_stride_) + size_t(begin) * kColumns) * 4, 0, size_t(end - begin) * kColumns * 4);
   for (const Schedule::Group& g : work.schedule.groups()) {
     Down args;
-    args.product = {matrix(g.expert, Part::down).panels, down_panel_, begin, end - begin, padded_depth(kernels_.layout, shape_.width),
+    args.product = {packed(g.expert, true), &down_, begin, end - begin,
                     work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split};
     args.scale = global_[size_t(g.expert) * 3 + 2];
-    args.bias = bias(g.expert, Part::down);
+    args.columns = vector(columns_, g.expert, Part::down);
+    args.bias = vector(bias_, g.expert, Part::down);
     args.weight = call.weight_on_input ? nullptr : work.schedule.weight().data() + g.begin;
     args.out = work.out_rows.data() + g.begin;
     kernels_.down(args);
@@ -199,20 +225,13 @@ void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
 // Columns begin..end of a finished row, scaled, to the caller's tensor.
 void Experts::store_row(const Forward& call, int64_t row, int begin, int end) {
   const int64_t t = row % kMaxTokens;  // passes start at multiples of it
-  const float* from = at<float>(engine_->work.out.data(), t * out_stride_ * 4);
+  const float* from = at<float>(engine_->work.out.data(), t * out_stride_ * 4) + begin;
   void* to = at<char>(call.out, row * call.out_stride);
-  if (call.out_type == Type::f32) {
-    float* out = at<float>(to, 0);
-    for (int c = begin; c < end; ++c) out[c] = from[c] * call.scale;
-    return;
-  }
-  const int whole = begin + (end - begin) / kColumns * kColumns;
-  uint16_t* out = at<uint16_t>(to, 0);
-  engine_->kernels().to_bf16(from + begin, out + begin, whole - begin, call.scale);
-  if (whole == end) return;
-  uint16_t last[kColumns];
-  engine_->kernels().to_bf16(from + whole, last, kColumns, call.scale);
-  memcpy(out + whole, last, size_t(end - whole) * 2);
+  const Kernels& kernels = engine_->kernels();
+  if (call.out_type == Type::bf16) return kernels.to_bf16(from, at<uint16_t>(to, 0) + begin, end - begin, call.scale);
+  if (call.out_type == Type::f16) return kernels.to_half(from, at<uint16_t>(to, 0) + begin, end - begin, call.scale);
+  float* out = at<float>(to, 0) + begin;
+  for (int c = 0; c < end - begin; ++c) out[c] = from[c] * call.scale;
 }
 
 void Experts::pass(const Forward& call, int64_t first, int tokens) {
@@ -228,7 +247,7 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
   work.act_rows.resize(slots * split);
   work.act_out.resize(slots * split);
   work.out_rows.resize(slots);
-  const int padded = padded_depth(kernels_.layout, shape_.width), written = round_up(shape_.width, kColumns);
+  const int written = round_up(shape_.width, kColumns), padded = down_.depth;
   for (size_t i = 0; i < slots; ++i) {
     work.out_rows[i] = at<float>(work.out.data(), ptrdiff_t(token[i]) * out_stride_ * 4);
     for (size_t part = 0; part < split; ++part) {
@@ -236,7 +255,10 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
       uint16_t* act = at<uint16_t>(work.act.data(), ptrdiff_t(row) * act_stride_ * 2);
       work.x_rows[row] = at<uint16_t>(work.x.data(), ptrdiff_t(size_t(token[i]) * split + part) * x_stride_ * 2);
       work.act_rows[row] = work.act_out[row] = act;
-      if (padded > written) memset(act + written, 0, size_t(padded - written) * 2);
+      if (padded > written) {
+        memset(act + written, 0, size_t(padded - written) * 2);
+        if (coding_.zeros) memset(act + padded + written / kSumOf * 2, 0, size_t(padded - written) / kSumOf * sizeof(float));
+      }
     }
   }
   Pool& pool = engine_->pool();

@@ -14,7 +14,7 @@
 
 namespace lk {
 
-enum class Type { bf16, f32 };
+enum class Type { bf16, f16, f32 };
 enum class Part { gate, up, down };
 
 // Everything the layers of one process share. One forward pass or packing step at a time.
@@ -66,21 +66,27 @@ struct Forward {
 
 class Experts {
  public:
-  Experts(std::shared_ptr<Engine> engine, Format format, Shape shape, Activation activation, bool bias);
+  // `column_scales`: room for a factor per output column.
+  Experts(std::shared_ptr<Engine> engine, Coding coding, Shape shape, Activation activation, bool bias, bool column_scales);
 
-  static size_t packed_bytes(Format format, int hidden, int width);  // one expert
+  static size_t packed_bytes(const Coding& coding, int hidden, int width);  // one expert
   size_t bytes() const { return size_t(shape_.experts) * expert_bytes_; }
+  size_t expert_bytes() const { return expert_bytes_; }
+  const uint8_t* packed_expert(int expert) const { return weights_.data() + size_t(expert) * expert_bytes_; }
   Shape shape() const { return shape_; }
-  Format format() const { return format_; }
+  const Coding& coding() const { return coding_; }
 
-  int64_t pack_codes(int expert, Part part, const void* rows, ptrdiff_t row_bytes);
-  int64_t pack_scales(int expert, Part part, const void* rows, ptrdiff_t row_bytes);
+  int64_t pack_codes(int expert, Part part, const Rows& rows);
+  int64_t pack_scales(int expert, Part part, const Rows& rows);
+  int64_t pack_zeros(int expert, Part part, const Rows& rows);
   void set_global_scale(int expert, Part part, float value);
+  void set_column_scales(int expert, Part part, const float* values);
   void set_bias(int expert, Part part, const float* values);
 
   void forward(const Forward& call);
 
  private:
+  Panels packed(int expert, bool down) const;
   Matrix matrix(int expert, Part part) const;
   template <class Pack> int64_t each_panel(int expert, Part part, const Pack& pack);
   void pass(const Forward& call, int64_t first, int tokens);
@@ -88,18 +94,23 @@ class Experts {
   void gate_up(const Forward& call, int worker);
   void down(const Forward& call, int64_t first, int tokens, int worker);
   void store_row(const Forward& call, int64_t row, int begin, int end);
-  float* bias(int expert, Part part);
+  int columns(Part part) const { return part == Part::down ? shape_.hidden : shape_.width; }
+  size_t vector_at(int expert, Part part) const;
+  const float* vector(const std::vector<float>& all, int expert, Part part) const {
+    return all.empty() ? nullptr : all.data() + vector_at(expert, part);
+  }
 
   std::shared_ptr<Engine> engine_;
-  Format format_;
+  Coding coding_;
   Shape shape_;
   Activation activation_;
   const FormatKernels& kernels_;
-  size_t up_panel_, down_panel_, expert_bytes_;  // panel bytes of gate/up and down
-  int x_stride_, act_stride_, out_stride_;       // elements between rows of the workspace
+  PanelLayout up_, down_;                   // of gate and up, of down
+  size_t expert_bytes_;
+  int x_stride_, act_stride_, out_stride_;  // elements between rows of the workspace
   Buffer weights_;
-  std::vector<float> global_;  // experts x 3
-  std::vector<float> bias_;    // experts x (2 padded widths + padded hidden), or empty
+  std::vector<float> global_;               // experts x 3
+  std::vector<float> bias_, columns_;       // experts x (2 padded widths + padded hidden), or empty
 };
 
 }  // namespace lk

@@ -28,6 +28,14 @@ template <class I> struct Maths {
     const F32 sign = I::div(x, I::max(a, I::set1(1e-30f)));
     return I::mul(y, sign);
   }
+  // Of all 16, in halves: every instruction set adds in this order.
+  static float sum(F32 x) {
+    float v[16];
+    I::store(v, x);
+    for (int half = 8; half; half /= 2)
+      for (int i = 0; i < half; ++i) v[i] += v[i + half];
+    return v[0];
+  }
   static F32 apply(lk::Gate kind, float alpha, F32 g) {
     switch (kind) {
       case lk::Gate::gelu:
@@ -59,6 +67,10 @@ template <class I> struct GateUpEpilogue {
     const float factor = args.input_weight ? args.input_weight[row] : 1.0f;
     F32 gate = I::mul(I::mul(sums[0], I::set1(args.gate_scale)), I::set1(factor));
     F32 up = I::mul(I::mul(sums[1], I::set1(args.up_scale)), I::set1(factor));
+    if (args.gate_columns) {
+      gate = I::mul(gate, I::load(args.gate_columns + tile * lk::kColumns));
+      up = I::mul(up, I::load(args.up_columns + tile * lk::kColumns));
+    }
     if (args.gate_bias) {
       gate = I::add(gate, I::load(args.gate_bias + tile * lk::kColumns));
       up = I::add(up, I::load(args.up_bias + tile * lk::kColumns));
@@ -73,7 +85,18 @@ template <class I> struct GateUpEpilogue {
     const int split = args.product.split;
     uint16_t* out = args.out[row * split] + tile * lk::kColumns;
     I::store_bf16(out, y);
-    if (split == 2) I::store_bf16(args.out[row * 2 + 1] + tile * lk::kColumns, I::fma(I::widen(out), I::set1(-1.0f), y));
+    note_sum(args.out[row * split], tile);
+    if (split == 2) {
+      I::store_bf16(args.out[row * 2 + 1] + tile * lk::kColumns, I::fma(I::widen(out), I::set1(-1.0f), y));
+      note_sum(args.out[row * 2 + 1], tile);
+    }
+  }
+
+ private:
+  // A tile is as wide as a sum: kSumOf == kColumns.
+  void note_sum(uint16_t* row, int tile) const {
+    static_assert(lk::kSumOf == lk::kColumns);
+    if (args.sums) reinterpret_cast<float*>(row + args.sums)[tile] = Maths<I>::sum(I::widen(row + tile * lk::kColumns));
   }
 };
 
@@ -86,6 +109,7 @@ template <class I> struct DownEpilogue {
   void expect(int panel, int row) const { I::prefetch(args.out[row] + panel * lk::kColumns); }
   void operator()(int panel, int row, const F32* sums) const {
     F32 y = I::mul(sums[0], I::set1(args.scale));
+    if (args.columns) y = I::mul(y, I::load(args.columns + panel * lk::kColumns));
     if (args.bias) y = I::add(y, I::load(args.bias + panel * lk::kColumns));
     float* out = args.out[row] + panel * lk::kColumns;
     I::store(out, I::fma(y, I::set1(args.weight ? args.weight[row] : 1.0f), I::load(out)));

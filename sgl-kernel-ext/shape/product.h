@@ -11,60 +11,105 @@
 // and the total).
 template <class F, class I> constexpr int panels_for(int rows) {
   if (rows <= 2) return 1;
-  const int panels = I::kSums / (F::kGroup ? 2 : 1) / rows;
+  const int panels = I::kSums / (F::kGroup != 0 ? 2 : 1) / rows;
   return panels >= 4 ? 4 : panels >= 2 ? 2 : 1;
 }
 
+// One step of kStepOf k: blocks are decoded and multiplied with every row.
 template <class F, class I, int P, int R>
-inline void dot_panels(const lk::Product& a, const uint8_t* panels, const uint16_t* const* rows,
+inline void dot_step(const uint8_t* const (&codes)[P], const uint16_t* const* rows, int at,
+                     const typename F::template Decoder<I>& decoder, typename I::F32 (&acc)[R][P]) {
+  constexpr int kPairs = F::kBlock / 2 * F::kTerms;
+#pragma GCC unroll 16
+  for (int b = 0; b < kStepOf<F> / F::kBlock; ++b) {
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) {
+      typename I::Pairs w[kPairs];
+      I::prefetch(codes[p] + b * 64 + kAhead);
+      decoder.rows(codes[p] + b * 64, w);
+#pragma GCC unroll 4
+      for (int j = 0; j < kPairs; ++j)
+#pragma GCC unroll 8
+        for (int r = 0; r < R; ++r)
+          acc[r][p] = I::dot2(acc[r][p], I::broadcast(rows[r] + at + b * F::kBlock + 2 * (j / F::kTerms)), w[j]);
+    }
+  }
+}
+
+// What the zero points of the group from `begin` to `end` add: (8 - z) * scale times the sum of the activations.
+template <class I, int P, int R>
+inline void add_zero_points(const lk::PanelLayout& layout, const uint8_t* const (&zeros)[P], const typename I::F32 (&scale)[P],
+                            const uint16_t* const* rows, int begin, int end, typename I::F32 (&sums)[R][P]) {
+#pragma GCC unroll 8
+  for (int r = 0; r < R; ++r) {
+    const float* parts = reinterpret_cast<const float*>(rows[r] + layout.depth);
+    float sum = 0.0f;
+    for (int i = begin / lk::kSumOf; i < end / lk::kSumOf; ++i) sum += parts[i];
+#pragma GCC unroll 8
+    for (int p = 0; p < P; ++p) sums[r][p] = I::fma(I::mul(I::signed_bytes(zeros[p]), scale[p]), I::set1(sum), sums[r][p]);
+  }
+}
+
+// Formats with scales sum every step on its own and add it, scaled, to the total: a long group would be one chain of
+// dependent dot2, and their latency would be what one row waits for.
+template <class F, class I, int P, int R>
+inline void dot_panels(const lk::Product& a, int panel, const uint16_t* const* rows,
                        const typename F::template Decoder<I>& decoder, typename I::F32 (&sums)[R][P]) {
   using F32 = typename I::F32;
-  using Pairs = typename I::Pairs;
-  constexpr int kPairs = F::kBlock / 2, kBlocks = kGroupOf<F> / F::kBlock;
-  constexpr bool kGrouped = F::kGroup > 0;
+  constexpr bool kScaled = F::kGroup != 0;
+  const lk::PanelLayout& layout = *a.layout;
+  const int group = F::kGroup > 0 ? F::kGroup : layout.group, scale_bytes = lk::kScaleBytes[int(layout.scale)];
+  const uint8_t *codes[P], *scales[P], *zeros[P];
+#pragma GCC unroll 8
+  for (int p = 0; p < P; ++p) {
+    codes[p] = a.panels.codes + size_t(panel + p) * layout.codes;
+    scales[p] = a.panels.scales + size_t(panel + p) * layout.scales;
+    zeros[p] = a.panels.zeros + size_t(panel + p) * layout.zeros;
+  }
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) sums[r][p] = I::zero();
 
-  const uint8_t* codes[P];
+  for (int begin = 0; begin < layout.depth; begin += group) {
+    F32 scale[P];
+    if constexpr (kScaled) {
 #pragma GCC unroll 8
-  for (int p = 0; p < P; ++p) codes[p] = panels + size_t(p) * a.panel_bytes;
-  for (int k = 0; k < a.depth; k += F::kSuper) {
-    for (int g = 0; g < kGroupsOf<F>; ++g) {
-      F32 group[R][P];
-      if constexpr (kGrouped) {
+      for (int p = 0; p < P; ++p) {
+        I::prefetch(scales[p] + layout.scales);  // the same group of the next panel
+        scale[p] = decoder.scale(layout.scale, scales[p]);
+        scales[p] += scale_bytes;
+      }
+    }
+    const int end = F::kGroup > 0 || begin + group < layout.depth ? begin + group : layout.depth;
+    int k = begin;
+    do {
+      F32 step[R][P];
+      if constexpr (kScaled) {
 #pragma GCC unroll 8
         for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-          for (int p = 0; p < P; ++p) group[r][p] = I::zero();
+          for (int p = 0; p < P; ++p) step[r][p] = I::zero();
       }
-      F32(&acc)[R][P] = kGrouped ? group : sums;
-#pragma GCC unroll 4
-      for (int b = 0; b < kBlocks; ++b) {
-        const int at = k + g * kGroupOf<F> + b * F::kBlock, offset = (g * kBlocks + b) * 64;
+      F32(&acc)[R][P] = kScaled ? step : sums;
+      dot_step<F, I, P, R>(codes, rows, k, decoder, acc);
 #pragma GCC unroll 8
-        for (int p = 0; p < P; ++p) {
-          Pairs w[kPairs];
-          I::prefetch(codes[p] + offset + kAhead);
-          decoder.rows(codes[p] + offset, w);
-#pragma GCC unroll 4
-          for (int j = 0; j < kPairs; ++j)
+      for (int p = 0; p < P; ++p) {
+        codes[p] += kStepOf<F> / F::kBlock * 64;
+        if constexpr (kScaled) {
 #pragma GCC unroll 8
-            for (int r = 0; r < R; ++r) acc[r][p] = I::dot2(acc[r][p], I::broadcast(rows[r] + at + 2 * j), w[j]);
+          for (int r = 0; r < R; ++r) sums[r][p] = I::fma(step[r][p], scale[p], sums[r][p]);
         }
       }
-      if constexpr (kGrouped) {
+      k += kStepOf<F>;
+    } while (F::kGroup != kStepOf<F> && k < end);
+    if constexpr (F::kZeros) {
+      if (layout.zeros) {
+        add_zero_points<I, P, R>(layout, zeros, scale, rows, begin, end, sums);
 #pragma GCC unroll 8
-        for (int p = 0; p < P; ++p) {
-          const F32 s = decoder.scale(codes[p] + kCodeBytesOf<F> + g * F::kScaleBytes);
-#pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sums[r][p] = I::fma(group[r][p], s, sums[r][p]);
-        }
+        for (int p = 0; p < P; ++p) zeros[p] += lk::kColumns;
       }
     }
-#pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) codes[p] += kSuperBytesOf<F>;
   }
 }
 
@@ -76,7 +121,7 @@ inline void block(const lk::Product& a, int panel, int first, const typename F::
     for (int n = 0; n < N; n += Epilogue::kPanels) done.expect((panel + n) / Epilogue::kPanels, (first + r) / a.split);
   for (int n = 0; n < N; n += P) {
     typename I::F32 sums[R][P];
-    dot_panels<F, I, P, R>(a, a.panels + size_t(panel + n) * a.panel_bytes, a.rows + first, decoder, sums);
+    dot_panels<F, I, P, R>(a, panel + n, a.rows + first, decoder, sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8

@@ -8,13 +8,14 @@ import time
 
 import numpy as np
 
+BITS = {"bf16": 16, "f16": 16, "fp8": 8, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5, "int4": 4}
 NAMES = ("scalar", "avx2", "avx512", "avx512_bf16")
 
 
 class Extension:
-    ABI = 1
+    ABI = 2
 
-    def __init__(self, supported=NAMES, read=50.0, dot=400.0, formats=("bf16", "mxfp4", "nvfp4"), broken=False):
+    def __init__(self, supported=NAMES, read=50.0, dot=400.0, formats=tuple(BITS), broken=False):
         self.supported, self.read, self.dot, self._formats, self.broken = supported, read, dot, formats, broken
         self.visited = []  # (layer, ids) of every call, in order
 
@@ -35,14 +36,14 @@ class Extension:
     def cpu(self):
         return {"brand": "Test CPU", "features": ["avx2"]}
 
-    def packed_bytes(self, fmt, hidden, width):
-        return 3 * hidden * width * {"bf16": 32, "mxfp4": 17, "nvfp4": 18}[fmt] // 16 // (1 if fmt == "bf16" else 2)
+    def packed_bytes(self, format, hidden, width, group=0, scales="", zeros=False):
+        return int(3 * hidden * width * BITS[format] / 8)
 
     def Engine(self, cpus, isa="", bind="core", spin_us=200, huge=True):  # noqa: N802  (the extension's spelling)
         return Engine(self, list(cpus), isa or self.supported[-1])
 
-    def Experts(self, engine, fmt, experts, hidden, width):  # noqa: N802
-        return Experts(self, fmt, experts, hidden, width)
+    def Experts(self, engine, format, experts, hidden, width, **coding):  # noqa: N802
+        return Experts(self, format, experts, hidden, width)
 
 
 class Engine:
@@ -67,6 +68,9 @@ class Experts:
         return 0
 
     def pack_scales(self, expert, part, ptr, row_bytes):
+        return 0
+
+    def pack_zeros(self, expert, part, ptr, row_bytes):
         return 0
 
     def set_global_scale(self, expert, part, value):

@@ -83,10 +83,13 @@ def test_no_expert_comes_again_before_all_others_were_visited(ext):
     assert len(seen) == len(layers) * SMALL.experts
 
 
-@pytest.mark.parametrize("fmt, bits", [("bf16", 16), ("mxfp4", 4.25), ("nvfp4", 4.5)])
+@pytest.mark.parametrize("fmt, bits", [
+    ("bf16", 16), ("fp8", 8), ("fp8_block", 8 + 1 / 512), ("mxfp4", 4.25), ("nvfp4", 4.5), ("int4_zeros", 4.15625),
+])  # fmt: skip
 def test_rates_are_distinct_bytes_and_all_products_over_the_median(ext, fmt, bits):
-    (row,) = kernels.run(ext, small_plan(formats=[fmt], rows=["2"]))
-    values = SMALL.hidden * SMALL.width * 3
+    shape = Shape(256, 128, 10, 3)
+    (row,) = kernels.run(ext, small_plan(formats=[fmt], rows=["2"], shapes=[shape]))
+    values = shape.hidden * shape.width * 3
     assert row.gb_per_s * row.seconds * 1e9 == pytest.approx(6 * values * bits / 8)
     assert row.gflop_per_s * row.seconds * 1e9 == pytest.approx(2 * 2 * 3 * values)
     assert row.read_ratio == pytest.approx(row.gb_per_s / ext.read)
@@ -145,7 +148,7 @@ def test_the_defaults_are_the_two_reference_shapes_with_one_row_and_128_per_expe
     made = plan.make(options(), {}, ext)
     assert [str(shape) for shape in made.shapes] == ["2048,768,128,8", "4096,2048,32,6"]
     assert made.rows == ["1", "128/expert"]
-    assert made.formats == ["bf16", "mxfp4", "nvfp4"]
+    assert made.formats == list(weights.FILLS)
     assert made.isas == ["avx512_bf16"]
     assert made.repeats >= 7
 

@@ -10,7 +10,8 @@ import sgl_kernel_ext as ext
 import reference
 
 ISAS = [row["name"] for row in ext.isas() if row["supported"]]
-FORMATS = ext.formats()
+X_TYPES = {np.uint16: "bf16", np.float16: "f16", np.float32: "f32"}
+CODINGS = list(reference.CODINGS)
 
 
 @lru_cache(maxsize=None)
@@ -26,31 +27,41 @@ def engine(isa: str = "", threads: int = 2):
 
 def build(layer: reference.Layer, isa: str = "", threads: int = 2):
     """Packs a reference layer."""
-    a = layer.activation
+    a, c = layer.activation, layer.coding
     experts = ext.Experts(
-        engine(isa, threads), layer.format, len(layer.weights), layer.hidden, layer.width, a.activation,
-        a.alpha, a.limit, a.limit_after, a.up_bias, layer.biases is not None,
+        engine(isa, threads), c.format, len(layer.weights), layer.hidden, layer.width, a.activation,
+        a.alpha, a.limit, a.limit_after, a.up_bias, layer.biases is not None, c.group, c.scales, c.zeros, c.column_scales,
     )  # fmt: skip
     for e, parts in enumerate(layer.weights):
         for part, m in parts.items():
-            assert experts.pack_codes(e, part, m.codes.ctypes.data, m.codes.strides[0]) == 0
-            if m.scales is not None:
-                assert experts.pack_scales(e, part, m.scales.ctypes.data, m.scales.strides[0]) == 0
-                experts.set_global_scale(e, part, m.global_scale)
+            pack(experts, e, part, m)
             if layer.biases:
                 experts.set_bias(e, part, layer.biases[e][part].ctypes.data)
     return experts
 
 
+def pack(experts, expert: int, part: str, m: reference.Matrix) -> None:
+    """One matrix, every part of it."""
+    address = lambda array: (array.ctypes.data, array.strides[0])
+    assert experts.pack_codes(expert, part, *address(m.codes)) == 0
+    if m.scales is not None:
+        assert experts.pack_scales(expert, part, *address(m.scales)) == 0
+    if m.zeros is not None:
+        assert experts.pack_zeros(expert, part, *address(m.zeros)) == 0
+    if m.columns is not None:
+        experts.set_column_scales(expert, part, m.columns.ctypes.data)
+    experts.set_global_scale(expert, part, m.global_scale)
+
+
 def run(experts, x, ids, weights, scale=1.0, weight_on_input=False, out_dtype="f32") -> np.ndarray:
-    """Forward pass of bf16 patterns ``x`` [T, H] (any strides) or float32; the output starts as NaN."""
+    """Forward pass of ``x`` [T, H] (any strides): bf16 patterns, float16 or float32; the output starts as NaN."""
     assert weights.dtype == np.float32 and ids.dtype in (np.int32, np.int64)
-    if out_dtype == "f32":
-        out = np.full((len(x), experts.hidden), np.nan, np.float32)
+    if out_dtype in ("f32", "f16"):
+        out = np.full((len(x), experts.hidden), np.nan, np.float32 if out_dtype == "f32" else np.float16)
     else:
         out = np.full((len(x), experts.hidden), 0x7FC1, np.uint16)
     experts.forward(
-        x.ctypes.data, x.strides[0], "bf16" if x.dtype == np.uint16 else "f32", len(x),
+        x.ctypes.data, x.strides[0], X_TYPES[x.dtype.type], len(x),
         ids.ctypes.data, ids.strides[0], "i32" if ids.dtype == np.int32 else "i64",
         weights.ctypes.data, weights.strides[0], ids.shape[1],
         out.ctypes.data, out.strides[0], out_dtype, scale, weight_on_input,

@@ -11,7 +11,45 @@ from dataclasses import dataclass, field
 import numpy as np
 
 E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
-GROUP = {"mxfp4": 32, "nvfp4": 16}
+
+
+@dataclass(frozen=True)
+class Coding:
+    """A format with what it leaves open; the fields are the native layer's arguments of the same names."""
+
+    format: str
+    group: int = 0
+    scales: str = ""
+    zeros: bool = False
+    column_scales: bool = False
+
+    @property
+    def native(self) -> dict:
+        """What the format leaves open."""
+        return {name: value for name in ("group", "scales", "zeros") if (value := getattr(self, name))}
+
+    @property
+    def k_of_a_scale(self) -> int:
+        return {"mxfp8": 32, "mxfp4": 32, "nvfp4": 16}.get(self.format, self.group)
+
+
+CODINGS = {
+    "bf16": Coding("bf16"),
+    "f16": Coding("f16"),
+    "fp8": Coding("fp8"),
+    "fp8_channel": Coding("fp8", column_scales=True),
+    "fp8_block128": Coding("fp8", 128, "f32_shared"),
+    "fp8_group32": Coding("fp8", 32, "f32"),
+    "mxfp8": Coding("mxfp8"),
+    "mxfp4": Coding("mxfp4"),
+    "nvfp4": Coding("nvfp4"),
+    "int4_channel": Coding("int4", column_scales=True),
+    "int4_group32": Coding("int4", 32, "bf16"),
+    "int4_group64_f32": Coding("int4", 64, "f32"),
+    "int4_group64_zeros": Coding("int4", 64, "f16", zeros=True),
+    "int4_group128_zeros": Coding("int4", 128, "f16", zeros=True),
+    "int4_group32_zeros": Coding("int4", 32, "f16", zeros=True),
+}
 
 
 def bf16_to_f64(bits: np.ndarray) -> np.ndarray:
@@ -34,8 +72,12 @@ def e4m3_to_f64(codes: np.ndarray) -> np.ndarray:
 
 def e2m1_to_f64(packed: np.ndarray) -> np.ndarray:
     """[N, K/2] bytes, low nibble = even k -> [N, K] float64."""
-    codes = np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
-    return E2M1[codes]
+    return E2M1[nibbles(packed)]
+
+
+def nibbles(packed: np.ndarray) -> np.ndarray:
+    """[N, K/2] bytes, low nibble = even k -> [N, K] codes."""
+    return np.stack([packed & 15, packed >> 4], axis=-1).reshape(packed.shape[0], -1)
 
 
 @dataclass
@@ -46,26 +88,66 @@ class Matrix:
     values: np.ndarray
     scales: np.ndarray | None = None
     global_scale: float = 1.0
+    zeros: np.ndarray | None = None
+    columns: np.ndarray | None = None
 
 
-def random_matrix(format: str, rows: int, columns: int, rng: np.random.Generator) -> Matrix:
+def random_codes(coding: Coding, rows: int, columns: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Checkpoint codes of one matrix and their float64 values, about unit variance; int4 less 8."""
+    if coding.format == "bf16":
+        codes = to_bf16(rng.standard_normal((rows, columns)))
+        return codes, bf16_to_f64(codes)
+    if coding.format == "f16":
+        halves = (rng.standard_normal((rows, columns)) * 10.0 ** rng.integers(-6, 1, (rows, columns))).astype(np.float16)
+        return halves.view(np.uint16), halves.astype(np.float64)
+    if coding.format in ("fp8", "mxfp8"):
+        codes = rng.integers(0, 256, (rows, columns), dtype=np.uint8)
+        codes[(codes & 0x7F) == 0x7F] = 0x08
+        codes[rng.random((rows, columns)) < 0.8] &= 0xBF  # mostly below 2, as in real checkpoints
+        return codes, e4m3_to_f64(codes)
+    codes = rng.integers(0, 256, (rows, (columns + 1) // 2), dtype=np.uint8)
+    values = nibbles(codes)[:, :columns]
+    return codes, values.astype(np.float64) - 8 if coding.format == "int4" else E2M1[values]
+
+
+def random_scales(coding: Coding, rows: int, groups: int, rng: np.random.Generator) -> tuple[np.ndarray, np.ndarray]:
+    """Group scales as the checkpoint has them and their float64 values."""
+    if coding.format in ("mxfp4", "mxfp8"):
+        scales = rng.integers(118, 124, (rows, groups), dtype=np.uint8)
+        return scales, 2.0 ** (scales.astype(np.float64) - 127)
+    if coding.format == "nvfp4":
+        scales = rng.integers(0, 0x7F, (rows, groups), dtype=np.uint8)
+        return scales, e4m3_to_f64(scales)
+    values = rng.uniform(0.002, 0.02, (rows, groups))
+    if coding.scales == "bf16":
+        bits = to_bf16(values)
+        return bits, bf16_to_f64(bits)
+    scales = values.astype(np.float16 if coding.scales == "f16" else np.float32)
+    if coding.scales == "f32_shared":
+        scales = np.repeat(scales[::16], 16, axis=0)[:rows].copy()
+    return scales, scales.astype(np.float64)
+
+
+def random_matrix(coding: Coding, rows: int, columns: int, rng: np.random.Generator) -> Matrix:
     """Random checkpoint bytes of one matrix, about unit variance over the square root of the columns."""
     size = columns**-0.5
-    if format == "bf16":
-        codes = to_bf16(rng.standard_normal((rows, columns)) * size)
-        return Matrix(codes, bf16_to_f64(codes))
-    codes = rng.integers(0, 256, (rows, (columns + 1) // 2), dtype=np.uint8)
-    values = e2m1_to_f64(codes)[:, :columns]
-    group = GROUP[format]
-    groups = -(-columns // group)
-    if format == "mxfp4":
-        scales = rng.integers(118, 124, (rows, groups), dtype=np.uint8)
-        factor, second = 2.0 ** (scales.astype(np.float64) - 127), 1.0
-    else:
-        scales = rng.integers(0, 0x7F, (rows, groups), dtype=np.uint8)
-        second = float(np.float32(size / 300 * rng.uniform(0.2, 5)))
-        factor = e4m3_to_f64(scales) * second
-    return Matrix(codes, values * np.repeat(factor, group, axis=1)[:, :columns], scales, second)
+    codes, values = random_codes(coding, rows, columns, rng)
+    if coding.format in ("bf16", "f16"):
+        return Matrix(codes, values)
+    m = Matrix(codes, values, global_scale=float(np.float32(size * rng.uniform(0.2, 5) / (300 if coding.format == "nvfp4" else 3))))
+    if coding.k_of_a_scale:
+        groups = -(-columns // coding.k_of_a_scale)
+        m.scales, factor = random_scales(coding, rows, groups, rng)
+        spread = np.repeat(np.arange(groups), coding.k_of_a_scale)[:columns]
+        if coding.zeros:
+            m.zeros = rng.integers(0, 17, (rows, groups), dtype=np.uint8)
+            m.values = m.values + 8 - m.zeros[:, spread]
+        m.values = m.values * factor[:, spread]
+    if coding.column_scales:
+        m.columns = rng.uniform(0.2, 2, rows).astype(np.float32)
+        m.values = m.values * m.columns[:, None].astype(np.float64)
+    m.values = m.values * m.global_scale
+    return m
 
 
 def sigmoid(x: np.ndarray) -> np.ndarray:
@@ -112,7 +194,7 @@ class Activation:
 class Layer:
     """All experts of one layer in checkpoint form: ``weights[expert][part]`` is a ``Matrix``."""
 
-    format: str
+    coding: Coding
     hidden: int
     width: int
     weights: list[dict[str, Matrix]]
@@ -149,11 +231,12 @@ class Layer:
         return m["down"] @ act + bias["down"], allowed
 
 
-def random_layer(format, experts, hidden, width, rng, activation=None, bias=False) -> Layer:
-    """A layer of random checkpoint bytes; gate and up have different second scales where the format has one."""
+def random_layer(coding, experts, hidden, width, rng, activation=None, bias=False) -> Layer:
+    """``coding``: a name in ``CODINGS``. A layer of random checkpoint bytes; gate and up have different second scales where the format has one."""
     shapes = {"gate": (width, hidden), "up": (width, hidden), "down": (hidden, width)}
-    weights = [{p: random_matrix(format, *s, rng) for p, s in shapes.items()} for _ in range(experts)]
+    coding = CODINGS[coding]
+    weights = [{p: random_matrix(coding, *s, rng) for p, s in shapes.items()} for _ in range(experts)]
     biases = None
     if bias:
         biases = [{p: rng.standard_normal(s[0]).astype(np.float32) for p, s in shapes.items()} for _ in range(experts)]
-    return Layer(format, hidden, width, weights, activation or Activation(), biases)
+    return Layer(coding, hidden, width, weights, activation or Activation(), biases)

@@ -7,7 +7,7 @@ import pytest
 import reference
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from native import FORMATS, ISAS, assert_bits_equal, assert_within, build, run
+from native import CODINGS, ISAS, assert_bits_equal, assert_within, build, run
 
 # (experts, hidden, width, top_k, tokens): one group, a cut group, odd sizes, every row-count branch.
 EDGES = [
@@ -35,7 +35,7 @@ def check(layer, tokens, top_k, rng, **kwargs):
         assert_bits_equal(out, first)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", CODINGS)
 @pytest.mark.parametrize("shape", EDGES, ids=str)
 def test_every_lane_isa_equals_the_reference_and_each_other_on_edge_shapes(format, shape):
     experts, hidden, width, top_k, tokens = shape
@@ -45,7 +45,7 @@ def test_every_lane_isa_equals_the_reference_and_each_other_on_edge_shapes(forma
 
 @settings(max_examples=25, deadline=None)
 @given(
-    format=st.sampled_from(FORMATS), experts=st.integers(1, 5), hidden=st.integers(1, 300), width=st.integers(1, 200),
+    format=st.sampled_from(CODINGS), experts=st.integers(1, 5), hidden=st.integers(1, 300), width=st.integers(1, 200),
     top_k=st.integers(1, 4), tokens=st.integers(1, 30), seed=st.integers(0, 2**32),
 )  # fmt: skip
 @example(format="nvfp4", experts=1, hidden=16, width=16, top_k=1, tokens=1, seed=0)
@@ -112,7 +112,7 @@ def test_router_weight_on_the_input_is_not_the_weight_on_the_output():
     assert np.abs(a - b).max() > 1e-3
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", CODINGS)
 def test_results_do_not_depend_on_the_number_of_threads(format):
     rng = np.random.default_rng(13)
     layer = reference.random_layer(format, 6, 192, 112, rng)
@@ -123,7 +123,7 @@ def test_results_do_not_depend_on_the_number_of_threads(format):
             assert_bits_equal(run(build(layer, threads=threads), x, ids, w), one)
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("format", CODINGS)
 def test_a_token_does_not_depend_on_the_batch(format):
     """One order of summation for any number of rows: alone, in a small and in a large batch, the same bits."""
     rng = np.random.default_rng(17)
@@ -172,11 +172,24 @@ def test_strided_views_and_other_dtypes_give_the_same_values():
     doubled = np.repeat(x, 2, axis=0)[::2]
     assert_bits_equal(run(experts, doubled, np.repeat(ids, 2, axis=0)[::2], np.repeat(w, 2, axis=0)[::2]), plain)
     assert_bits_equal(run(experts, x, ids.astype(np.int64), w), plain)
-    half = run(experts, x, ids, w, out_dtype="bf16")
-    assert_bits_equal(half, reference.to_bf16(plain))
+    assert_bits_equal(run(experts, x, ids, w, out_dtype="bf16"), reference.to_bf16(plain))
+    assert_bits_equal(run(experts, x, ids, w, out_dtype="f16"), plain.astype(np.float16))
+    halves = reference.bf16_to_f64(x).astype(np.float16)
+    assert_bits_equal(run(experts, halves, ids, w), run(experts, halves.astype(np.float32), ids, w))
 
 
-@pytest.mark.parametrize("format", FORMATS)
+@pytest.mark.parametrize("isa", ISAS)
+def test_float16_results_round_to_nearest_even_over_their_whole_range(isa):
+    layer = reference.random_layer("bf16", 1, 64, 32, np.random.default_rng(3))
+    x, ids, w = inputs(layer, 64, 1, np.random.default_rng(4), low=0)
+    experts = build(layer, isa)
+    for scale in (1e-9, 1e-6, 3e-5, 1.0, 500.0, 1e5, 1e7):
+        with np.errstate(over="ignore"):
+            expected = run(experts, x, ids, w, scale=scale).astype(np.float16)
+        assert_bits_equal(run(experts, x, ids, w, scale=scale, out_dtype="f16"), expected)
+
+
+@pytest.mark.parametrize("format", CODINGS)
 @pytest.mark.parametrize("shape", EDGES, ids=str)
 def test_float32_activations_keep_sixteen_bits(format, shape):
     experts, hidden, width, top_k, tokens = shape
@@ -212,47 +225,90 @@ def test_a_batch_beyond_one_pass_equals_its_parts():
     assert_bits_equal(whole[4096:], run(experts, x[4096:], ids[4096:], w[4096:]))
 
 
+E2M1_CODES = np.tile(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], np.uint8), 2)
+IDENTITY = {"f16": 0x3C00, "fp8": 0x38, "mxfp8": 0x38, "mxfp4": 2, "nvfp4": 2, "int4": 9}  # the code of 1.0
+ONE = {"mxfp4": 127, "mxfp8": 127, "nvfp4": 0x38}  # the scale of 1.0
+WIDE = 32
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_nvfp4_scale_and_code_decodes_exactly(isa):
-    """One column per scale byte, one token per code position: the product must be exact in f32."""
-    scales = np.arange(0x7F, dtype=np.uint8)  # all but NaN
-    codes = np.tile(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE], np.uint8), (len(scales), 1))
-    values = reference.e2m1_to_f64(codes) * reference.e4m3_to_f64(scales)[:, None]
-    check_decoding("nvfp4", isa, codes, scales[:, None], values)
+    scales = np.arange(0x7F, dtype=np.uint8)[:, None].repeat(2, 1)  # all but NaN
+    codes = np.tile(E2M1_CODES, (len(scales), 1))
+    check_decoding("nvfp4", isa, codes, reference.e2m1_to_f64(codes) * reference.e4m3_to_f64(scales[:, :1]), scales)
 
 
 @pytest.mark.parametrize("isa", ISAS)
 def test_every_mxfp4_scale_and_code_decodes_exactly(isa):
     """Scales whose products stay normal floats in bf16; the extremes overflow or vanish by definition."""
-    scales = np.arange(8, 248, dtype=np.uint8)
-    codes = np.tile(np.array([0x10, 0x32, 0x54, 0x76, 0x98, 0xBA, 0xDC, 0xFE] * 2, np.uint8), (len(scales), 1))
-    values = reference.e2m1_to_f64(codes) * 2.0 ** (scales.astype(np.float64) - 127)[:, None]
-    check_decoding("mxfp4", isa, codes, scales[:, None], values)
+    scales = np.arange(8, 248, dtype=np.uint8)[:, None]
+    codes = np.tile(E2M1_CODES, (len(scales), 1))
+    check_decoding("mxfp4", isa, codes, reference.e2m1_to_f64(codes) * 2.0 ** (scales.astype(np.float64) - 127), scales)
 
 
-def check_decoding(format, isa, codes, scales, values):
-    """Reads weights back through the up projection: relu2 of a gate fixed at 1 passes `up` through, and a
-    down matrix of ones on one column would mix rows, so each row is its own expert of width 1."""
-    rows, depth = values.shape
-    one = reference.random_layer("bf16", 1, 1, 1, np.random.default_rng(0))  # only for its type
-    unit = np.zeros((1, (depth + 1) // 2), np.uint8)
-    weights = []
-    for r in range(rows):
-        gate = reference.Matrix(unit, np.zeros((1, depth)), np.zeros((1, scales.shape[1]), np.uint8))
-        up = reference.Matrix(codes[r : r + 1], values[r : r + 1], scales[r : r + 1])
-        down_codes = np.full((depth, 1), 0x02, np.uint8)  # 1.0 in the only column
-        down_scale = np.full((depth, 1), 127 if format == "mxfp4" else 0x38, np.uint8)
-        down = reference.Matrix(down_codes, np.ones((depth, 1)), down_scale)
-        weights.append({"gate": gate, "up": up, "down": down})
-    # Gate bias 1 and relu2 make the gate 1, so the intermediate is `up` rounded to bf16: exact for a code.
-    biases = [{"gate": np.ones(1, np.float32), "up": np.zeros(1, np.float32), "down": np.zeros(depth, np.float32)} for _ in range(rows)]
-    layer = type(one)(format, depth, 1, weights, reference.Activation("relu2"), biases)
-    experts = build(layer, isa)
-    for tokens in (1, 9):  # one row, and a block of rows
-        for k in range(depth):
-            x = np.zeros((tokens, depth), np.uint16)
-            x[:, k] = 0x3F80
-            for r in range(0, rows, 16 if tokens > 1 else 5):
-                ids, w = np.full((tokens, 1), r, np.int32), np.ones((tokens, 1), np.float32)
-                out = run(experts, x, ids, w)
-                assert (out == np.float32(values[r, k])).all(), (r, k, out[0, 0], values[r, k])
+def fp8_codes():
+    codes = np.arange(256, dtype=np.uint8).reshape(8, WIDE)
+    codes[(codes & 0x7F) == 0x7F] = 0
+    return codes
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_fp8_code_decodes_exactly(isa):
+    check_decoding("fp8", isa, fp8_codes(), reference.e4m3_to_f64(fp8_codes()))
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_mxfp8_scale_and_code_decodes_exactly(isa):
+    scales = np.repeat(np.arange(20, 236, dtype=np.uint8), 8)[:, None]
+    codes = np.tile(fp8_codes(), (216, 1))
+    check_decoding("mxfp8", isa, codes, reference.e4m3_to_f64(codes) * 2.0 ** (scales.astype(np.float64) - 127), scales)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_int4_code_and_zero_point_decodes_exactly(isa):
+    zeros = np.arange(17, dtype=np.uint8)[:, None]
+    codes = np.tile(E2M1_CODES, (17, 1))
+    scales = np.full((17, 1), 0.125, np.float16)
+    check_decoding("int4_group32_zeros", isa, codes, (reference.nibbles(codes) - zeros.astype(np.float64)) / 8, scales, zeros)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_every_finite_f16_value_is_kept_exactly(isa):
+    values = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    values = values[np.isfinite(values)].reshape(-1, WIDE)
+    check_decoding("f16", isa, values.view(np.uint16), values.astype(np.float64))
+
+
+def identity(coding) -> reference.Matrix:
+    codes = np.eye(WIDE, dtype=np.uint16) * IDENTITY[coding.format]
+    if coding.format == "int4":
+        codes = np.where(codes == 0, 8, codes)
+    if coding.format != "f16":
+        codes = codes.astype(np.uint8)
+    if coding.format in ("mxfp4", "nvfp4", "int4"):
+        codes = codes[:, ::2] | codes[:, 1::2] << 4
+    groups = WIDE // coding.k_of_a_scale if coding.k_of_a_scale else 0
+    scales = np.full((WIDE, groups), ONE.get(coding.format, 1), np.uint8 if coding.format in ONE else np.float16) if groups else None
+    return reference.Matrix(codes, np.eye(WIDE), scales, zeros=np.full((WIDE, 1), 8, np.uint8) if coding.zeros else None)
+
+
+def check_decoding(name, isa, codes, values, scales=None, zeros=None):
+    """Reads rows of WIDE weights back: relu2 of a gate fixed at 1 by its bias passes ``up`` through, and ``down`` is
+    the identity. Float32 activations keep 16 bits of the intermediate, so every code is exact."""
+    coding = reference.CODINGS[name]
+    rows, one = len(values), identity(coding)
+    gate = reference.Matrix(np.full_like(one.codes, 0x88 if coding.format == "int4" else 0), np.zeros((WIDE, WIDE)), one.scales, zeros=one.zeros)
+    unit, nothing = np.ones(WIDE, np.float32), np.zeros(WIDE, np.float32)
+    weights, truth = [], []
+    for r in range(0, rows, WIDE):
+        at = (np.arange(WIDE) + r) % rows
+        part = lambda array: None if array is None else array[at]
+        weights.append({"gate": gate, "up": reference.Matrix(codes[at], values[at], part(scales), zeros=part(zeros)), "down": one})
+        truth.append(values[at].T)
+    biases = [{"gate": unit, "up": nothing, "down": nothing}] * len(weights)
+    experts = build(reference.Layer(coding, WIDE, WIDE, weights, reference.Activation("relu2"), biases), isa)
+    x, w = np.eye(WIDE, dtype=np.float32), np.ones((WIDE, 1), np.float32)
+    for e, expected in enumerate(truth):
+        ids = np.full((WIDE, 1), e, np.int32)
+        assert (run(experts, x, ids, w) == expected.astype(np.float32)).all(), e
+        assert (run(experts, x[5:6], ids[:1], w[:1]) == expected[5:6].astype(np.float32)).all(), e

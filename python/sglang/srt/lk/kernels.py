@@ -20,7 +20,7 @@ from sglang.srt.lk import boot, cpus
 
 logger = logging.getLogger(__name__)
 
-ABI = 1
+ABI = 2
 PARTS = ("gate", "up", "down")
 FLOATS = {torch.bfloat16: "bf16", torch.float32: "f32"}
 IDS = {torch.int32: "i32", torch.int64: "i64"}

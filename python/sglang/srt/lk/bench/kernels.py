@@ -135,7 +135,7 @@ def _on_cpu(cpu: int):
 
 
 def _layers(ext, engine, plan: Plan, fmt: str, shape: Shape) -> list:
-    each = shape.experts * ext.packed_bytes(fmt, shape.hidden, shape.width)
+    each = shape.experts * weights.packed_bytes(ext, fmt, shape)
     count = cases.layers_needed(each, cache_bytes(plan.cpus))
     room = cpus.memory().available
     if room is not None and count * each > 0.8 * room:

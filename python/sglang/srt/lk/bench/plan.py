@@ -22,9 +22,9 @@ def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
     settings = _settings(options, environ, isas, problems)
     shapes = _parsed(cases.parse_shape, options.shape or map(str, cases.DEFAULT_SHAPES), problems)
     rows = _parsed(cases.parse_rows, options.rows or cases.DEFAULT_ROWS, problems)
-    formats = options.format or [name for name in ext.formats() if name in weights.FILLS]
+    formats = options.format or list(weights.FILLS)
     chosen = isas if options.isa == ["all"] else options.isa or [settings.isa or isas[-1]]
-    problems += [f"--format {name}: known are {', '.join(ext.formats())}" for name in formats if name not in ext.formats()]
+    problems += [f"--format {name}: known are {', '.join(weights.FILLS)}" for name in formats if name not in weights.FILLS]
     problems += [
         f"--isa {name}: this machine runs {', '.join(isas)}, or all of them with all" for name in chosen if name not in isas
     ]

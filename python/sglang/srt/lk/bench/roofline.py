@@ -8,7 +8,17 @@ from __future__ import annotations
 import math
 from pathlib import Path
 
-COLOURS = {"bf16": "#1f77b4", "mxfp4": "#d95f02", "nvfp4": "#1b9e77"}
+COLOURS = {
+    "bf16": "#1f77b4",
+    "f16": "#6baed6",
+    "fp8": "#7570b3",
+    "fp8_block": "#9e9ac8",
+    "mxfp8": "#54278f",
+    "mxfp4": "#d95f02",
+    "nvfp4": "#1b9e77",
+    "int4": "#e7298a",
+    "int4_zeros": "#a6761d",
+}
 MARKERS = "osD^vP*X"
 
 

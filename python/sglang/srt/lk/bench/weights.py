@@ -6,8 +6,8 @@ moderate so that no result overflows. A new format needs one entry in ``FILLS``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,6 +22,14 @@ def _bf16(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     return (values.view(np.uint32) >> 16).astype(np.uint16)
 
 
+def _f16(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    return (rng.standard_normal((rows, columns), dtype=np.float32) * np.float32(0.02)).astype(np.float16)
+
+
+def _fp8(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    return rng.integers(0, 256, (rows, columns), dtype=np.uint8) & 0xBF  # below 2: no NaN
+
+
 def _nibbles(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     return rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
 
@@ -34,25 +42,51 @@ def _e4m3(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
     return rng.integers(0x30, 0x41, (rows, columns // 16), dtype=np.uint8)  # 0.5 to 2
 
 
+def _blocks(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    scales = rng.uniform(0.01, 0.02, (-(-rows // 128), columns // 128)).astype(np.float32)
+    return np.repeat(scales, 128, axis=0)[:rows].copy()
+
+
+def _half_scales(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    return rng.uniform(0.005, 0.01, (rows, columns // 128)).astype(np.float16)
+
+
+def _zeros(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
+    return rng.integers(6, 11, (rows, columns // 128), dtype=np.uint8)
+
+
 @dataclass(frozen=True)
 class Fill:
+    """``coding``: what the layer is made with, as the extension's ``Experts`` names it."""
+
     codes: Codes
     bits: float  # of one weight in the checkpoint, its share of the group scale included
     scales: Codes | None = None
     global_scale: float | None = None
     multiple: int = 1  # hidden and width must be divisible by it
+    zeros: Codes | None = None
+    coding: Mapping[str, object] = field(default_factory=dict)
+
+
+def _int4(bits: float, zeros: Codes | None) -> Fill:
+    coding = {"format": "int4", "group": 128, "scales": "f16", "zeros": zeros is not None}
+    return Fill(_nibbles, bits, _half_scales, multiple=128, zeros=zeros, coding=coding)
 
 
 FILLS = {
     "bf16": Fill(_bf16, 16),
+    "f16": Fill(_f16, 16),
+    "fp8": Fill(_fp8, 8, global_scale=1 / 32),
+    "fp8_block": Fill(_fp8, 8 + 32 / 128**2, _blocks, multiple=128, coding={"format": "fp8", "group": 128, "scales": "f32_shared"}),
+    "mxfp8": Fill(_fp8, 8 + 8 / 32, _e8m0, multiple=32),
     "mxfp4": Fill(_nibbles, 4 + 8 / 32, _e8m0, multiple=32),
     "nvfp4": Fill(_nibbles, 4 + 8 / 16, _e4m3, global_scale=1 / 64, multiple=16),
+    "int4": _int4(4 + 16 / 128, None),
+    "int4_zeros": _int4(4 + 20 / 128, _zeros),
 }
 
 
 def check(fmt: str, shape: Shape) -> None:
-    if fmt not in FILLS:
-        raise ValueError(f"--format {fmt}: no random experts are defined for it; known are {', '.join(FILLS)}")
     if shape.hidden % FILLS[fmt].multiple or shape.width % FILLS[fmt].multiple:
         raise ValueError(f"--shape {shape}: {fmt} needs HIDDEN and WIDTH divisible by {FILLS[fmt].multiple}")
 
@@ -62,18 +96,22 @@ def expert_bytes(fmt: str, shape: Shape) -> float:
     return shape.weights * FILLS[fmt].bits / 8
 
 
+def packed_bytes(ext, fmt: str, shape: Shape) -> int:
+    """Bytes of one expert in the store."""
+    return ext.packed_bytes(hidden=shape.hidden, width=shape.width, **{"format": fmt, **FILLS[fmt].coding})
+
+
 def make_layer(ext, engine, fmt: str, shape: Shape, seed: int = 0):
     """One packed layer, an ``Experts`` of the extension ``ext``."""
     fill, rng = FILLS[fmt], np.random.default_rng(seed)
-    layer = ext.Experts(engine, fmt, shape.experts, shape.hidden, shape.width)
+    made = {"format": fmt, **fill.coding}
+    layer = ext.Experts(engine, experts=shape.experts, hidden=shape.hidden, width=shape.width, **made)
     for part in PARTS:
         rows, columns = (shape.hidden, shape.width) if part == "down" else (shape.width, shape.hidden)
-        codes = fill.codes(rng, rows, columns)
-        scales = fill.scales(rng, rows, columns) if fill.scales else None
+        draws = ((layer.pack_codes, fill.codes), (layer.pack_scales, fill.scales), (layer.pack_zeros, fill.zeros))
+        drawn = [(pack, draw(rng, rows, columns)) for pack, draw in draws if draw]
         for expert in range(shape.experts):
-            bad = layer.pack_codes(expert, part, codes.ctypes.data, codes.strides[0])
-            if scales is not None:
-                bad += layer.pack_scales(expert, part, scales.ctypes.data, scales.strides[0])
+            bad = sum(pack(expert, part, values.ctypes.data, values.strides[0]) for pack, values in drawn)
             if fill.global_scale is not None:
                 layer.set_global_scale(expert, part, fill.global_scale)
             if bad:

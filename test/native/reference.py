@@ -134,7 +134,9 @@ def random_matrix(coding: Coding, rows: int, columns: int, rng: np.random.Genera
     codes, values = random_codes(coding, rows, columns, rng)
     if coding.format in ("bf16", "f16"):
         return Matrix(codes, values)
-    m = Matrix(codes, values, global_scale=float(np.float32(size * rng.uniform(0.2, 5) / (300 if coding.format == "nvfp4" else 3))))
+    m = Matrix(codes, values)
+    if not coding.format.startswith("mx"):  # those have no second scale
+        m.global_scale = float(np.float32(size * rng.uniform(0.2, 5) / (300 if coding.format == "nvfp4" else 3)))
     if coding.k_of_a_scale:
         groups = -(-columns // coding.k_of_a_scale)
         m.scales, factor = random_scales(coding, rows, groups, rng)

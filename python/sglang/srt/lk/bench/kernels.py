@@ -111,8 +111,6 @@ class Buffers:
 
 def run(ext, plan: Plan) -> Iterator[Row]:
     """Measure every case, yielding each as it is done. ``ext`` is the native extension."""
-    for fmt, shape in itertools.product(plan.formats, plan.shapes):
-        weights.check(fmt, shape)
     with _on_cpu(plan.cpus[0]):
         for isa in plan.isas:
             engine = ext.Engine(plan.cpus, isa=isa, bind=plan.bind, spin_us=plan.spin_us, huge=plan.huge)

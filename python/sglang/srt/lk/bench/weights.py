@@ -31,28 +31,28 @@ def _fp8(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
 
 
 def _nibbles(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    return rng.integers(0, 256, (rows, columns // 2), dtype=np.uint8)
+    return rng.integers(0, 256, (rows, -(-columns // 2)), dtype=np.uint8)
 
 
 def _e8m0(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    return rng.integers(119, 123, (rows, columns // 32), dtype=np.uint8)  # 2**-8 to 2**-5
+    return rng.integers(119, 123, (rows, -(-columns // 32)), dtype=np.uint8)  # 2**-8 to 2**-5
 
 
 def _e4m3(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    return rng.integers(0x30, 0x41, (rows, columns // 16), dtype=np.uint8)  # 0.5 to 2
+    return rng.integers(0x30, 0x41, (rows, -(-columns // 16)), dtype=np.uint8)  # 0.5 to 2
 
 
 def _blocks(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    scales = rng.uniform(0.01, 0.02, (-(-rows // 128), columns // 128)).astype(np.float32)
+    scales = rng.uniform(0.01, 0.02, (-(-rows // 128), -(-columns // 128))).astype(np.float32)
     return np.repeat(scales, 128, axis=0)[:rows].copy()
 
 
 def _half_scales(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    return rng.uniform(0.005, 0.01, (rows, columns // 128)).astype(np.float16)
+    return rng.uniform(0.005, 0.01, (rows, -(-columns // 128))).astype(np.float16)
 
 
 def _zeros(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    return rng.integers(6, 11, (rows, columns // 128), dtype=np.uint8)
+    return rng.integers(6, 11, (rows, -(-columns // 128)), dtype=np.uint8)
 
 
 @dataclass(frozen=True)
@@ -63,32 +63,26 @@ class Fill:
     bits: float  # of one weight in the checkpoint, its share of the group scale included
     scales: Codes | None = None
     global_scale: float | None = None
-    multiple: int = 1  # hidden and width must be divisible by it
     zeros: Codes | None = None
     coding: Mapping[str, object] = field(default_factory=dict)
 
 
 def _int4(bits: float, zeros: Codes | None) -> Fill:
     coding = {"format": "int4", "group": 128, "scales": "f16", "zeros": zeros is not None}
-    return Fill(_nibbles, bits, _half_scales, multiple=128, zeros=zeros, coding=coding)
+    return Fill(_nibbles, bits, _half_scales, zeros=zeros, coding=coding)
 
 
 FILLS = {
     "bf16": Fill(_bf16, 16),
     "f16": Fill(_f16, 16),
     "fp8": Fill(_fp8, 8, global_scale=1 / 32),
-    "fp8_block": Fill(_fp8, 8 + 32 / 128**2, _blocks, multiple=128, coding={"format": "fp8", "group": 128, "scales": "f32_shared"}),
-    "mxfp8": Fill(_fp8, 8 + 8 / 32, _e8m0, multiple=32),
-    "mxfp4": Fill(_nibbles, 4 + 8 / 32, _e8m0, multiple=32),
-    "nvfp4": Fill(_nibbles, 4 + 8 / 16, _e4m3, global_scale=1 / 64, multiple=16),
+    "fp8_block": Fill(_fp8, 8 + 32 / 128**2, _blocks, coding={"format": "fp8", "group": 128, "scales": "f32_shared"}),
+    "mxfp8": Fill(_fp8, 8 + 8 / 32, _e8m0),
+    "mxfp4": Fill(_nibbles, 4 + 8 / 32, _e8m0),
+    "nvfp4": Fill(_nibbles, 4 + 8 / 16, _e4m3, global_scale=1 / 64),
     "int4": _int4(4 + 16 / 128, None),
     "int4_zeros": _int4(4 + 20 / 128, _zeros),
 }
-
-
-def check(fmt: str, shape: Shape) -> None:
-    if shape.hidden % FILLS[fmt].multiple or shape.width % FILLS[fmt].multiple:
-        raise ValueError(f"--shape {shape}: {fmt} needs HIDDEN and WIDTH divisible by {FILLS[fmt].multiple}")
 
 
 def expert_bytes(fmt: str, shape: Shape) -> float:

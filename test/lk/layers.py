@@ -11,9 +11,11 @@ from types import ModuleType
 import numpy as np
 import torch
 
+import written
 from sglang.srt.lk import formats, kernels
+from sglang.srt.lk.formats import CODES, SCALES, Geometry
 from sglang.srt.lk.loading import ExpertLoader
-from sglang.srt.lk.store import Geometry, LayerStore, Progress
+from sglang.srt.lk.store import LayerStore, Progress
 
 SHARD = {"gate": "w1", "up": "w3", "down": "w2"}
 NAME = "model.layers.3.mlp.experts"
@@ -32,39 +34,96 @@ def _reference() -> ModuleType:
 reference = _reference()
 
 
-def random_layer(format, *, experts=4, hidden=64, width=96, seed=0, activation=None, bias=False):
+class Case:
+    """A format and how to make matrices of it; ``stored`` are the checkpoint's types where the packing depends on them."""
+
+    def __init__(self, format, make=None, **stored):
+        self.format, self.make = format, make
+        self.stored = {CODES: stored.get("codes"), SCALES: stored.get("scales")}
+        self.dtype = stored.get("model", torch.bfloat16)
+
+
+def _int4(kind, group, **how):
+    return lambda *shape: written.int4(*shape, kind, group, **how)
+
+
+F16, BF16, F32 = torch.float16, torch.bfloat16, torch.float32
+CASES = {
+    "bf16": Case(formats.Unquantized()),
+    "f16": Case(formats.Unquantized(), written.half, codes=F16, model=F16),
+    "fp8_block_32_32": Case(formats.Fp8Block(32, 32), lambda *shape: written.fp8_block(*shape, (32, 32))),
+    "fp8_block_128_128": Case(formats.Fp8Block(128, 128), lambda *shape: written.fp8_block(*shape, (128, 128), BF16)),
+    "fp8_block_24_64": Case(formats.Fp8Block(24, 64), lambda *shape: written.fp8_block(*shape, (24, 64))),
+    "fp8_block_1_96": Case(formats.Fp8Block(1, 96, "weight_scale"), lambda *shape: written.fp8_block(*shape, (1, 96), F16)),
+    "fp8_tensor": Case(formats.Fp8Tensor(), written.fp8_tensor),
+    "fp8_channel": Case(formats.Fp8Channel(), written.fp8_channel),
+    "mxfp8": Case(formats.Mxfp8(), written.mxfp8),
+    "mxfp4": Case(formats.Mxfp4()),
+    "deepseek_mxfp4": Case(formats.DeepseekMxfp4()),
+    "modelopt_nvfp4": Case(formats.ModelOptNvfp4()),
+    "compressed_nvfp4": Case(formats.CompressedTensorsNvfp4()),
+    "awq": Case(formats.Awq(group=32, zero_points=True), _int4("awq", 32, zeros=True), scales=F16),
+    "awq_channel": Case(formats.Awq(group=-1, zero_points=True), _int4("awq", -1, zeros=True)),
+    "gptq": Case(formats.Gptq(group=32, zero_points=False), _int4("gptq", 32, zeros=False), scales=F16),
+    "gptq_ordered": Case(formats.Gptq(group=32, zero_points=False, ordered=True), _int4("gptq", 32, zeros=False)),
+    "gptq_zeros": Case(formats.Gptq(group=32, zero_points=True), _int4("gptq", 32, zeros=True), scales=F16),
+    "gptq_v2": Case(formats.Gptq(group=32, zero_points=True, more=0), _int4("gptq", 32, zeros=True, more=0), scales=F16),
+    "gptq_channel": Case(formats.Gptq(group=-1, zero_points=False), _int4("gptq", -1, zeros=False)),
+    "compressed_int4": Case(
+        formats.CompressedTensorsInt4(group=32, zero_points=False), _int4("compressed", 32, zeros=False, dtype=BF16), scales=BF16
+    ),
+    "compressed_int4_zeros": Case(
+        formats.CompressedTensorsInt4(group=32, zero_points=True), _int4("compressed", 32, zeros=True, dtype=F32), scales=F32
+    ),
+    "compressed_int4_channel": Case(
+        formats.CompressedTensorsInt4(group=-1, zero_points=False), _int4("compressed", -1, zeros=False, dtype=BF16)
+    ),
+    "compressed_int4_channel_zeros": Case(
+        formats.CompressedTensorsInt4(group=-1, zero_points=True), _int4("compressed", -1, zeros=True, dtype=F32)
+    ),
+}
+
+
+def random_layer(case, *, experts=4, hidden=64, width=96, seed=0, activation=None, bias=False):
     rng = np.random.default_rng(seed)
-    return reference.random_layer(format.kernel, experts, hidden, width, rng, activation=activation, bias=bias)
+    if case.make is None:
+        kernel = case.format.packing(Geometry(experts, hidden, width)).format
+        return reference.random_layer(kernel, experts, hidden, width, rng, activation=activation, bias=bias)
+    layer = reference.random_layer("bf16", experts, hidden, width, rng, activation=activation, bias=bias)
+    layer.weights = [{part: case.make(*matrix.values.shape, rng) for part, matrix in parts.items()} for parts in layer.weights]
+    return layer
 
 
-def tensors(layer, format) -> dict[tuple[int, str, str], torch.Tensor]:
+def tensors(layer, case) -> dict[tuple[int, str, str], torch.Tensor]:
     """Every checkpoint tensor of the layer by (expert, part, what), as this format's checkpoints hold it."""
     found = {}
     for expert, parts in enumerate(layer.weights):
         for part, matrix in parts.items():
-            found |= {(expert, part, what): tensor for what, tensor in _tensors(matrix, format).items()}
+            held = matrix.tensors if case.make else _tensors(matrix, case.format)
+            found |= {(expert, part, what): tensor for what, tensor in held.items()}
             if layer.biases:
                 found[expert, part, formats.BIAS] = torch.from_numpy(layer.biases[expert][part])
     return found
 
 
 def _tensors(matrix, format) -> dict[str, torch.Tensor]:
-    if format.kernel == "bf16":
+    if isinstance(format, formats.Unquantized):
         return {formats.CODES: torch.from_numpy(matrix.codes.view(np.int16)).view(torch.bfloat16)}
     found = {formats.CODES: torch.from_numpy(matrix.codes), formats.SCALES: torch.from_numpy(matrix.scales)}
-    if format.kernel == "nvfp4":
+    if matrix.scales is not None and formats.GLOBAL in format.needs:
         found[formats.SCALES] = found[formats.SCALES].view(torch.float8_e4m3fn)
         divides = isinstance(format, formats.CompressedTensorsNvfp4)
         found[formats.GLOBAL] = torch.tensor(1 / matrix.global_scale if divides else matrix.global_scale)
     return found
 
 
-def empty_store(layer, format, *, rank=0, ranks=1, bias=False) -> LayerStore:
-    geometry = Geometry(len(layer.weights), layer.hidden, layer.width // ranks, rank, ranks)
+def empty_store(layer, case, *, rank=0, ranks=1, bias=False, dtype=None) -> LayerStore:
+    stored = {what: held for what, held in case.stored.items() if held}
+    geometry = Geometry(len(layer.weights), layer.hidden, layer.width // ranks, rank, ranks, dtype or case.dtype, stored)
     act = layer.activation
     experts = kernels.Experts(
         kernels.engine(),
-        format=format.kernel,
+        packing=case.format.packing(geometry),
         experts=geometry.experts,
         hidden=geometry.hidden,
         width=geometry.width,
@@ -72,7 +131,7 @@ def empty_store(layer, format, *, rank=0, ranks=1, bias=False) -> LayerStore:
         bias=bias,
     )
     return LayerStore(
-        name=NAME, layer_id=3, format=format, experts=experts, geometry=geometry, bias=bias, progress=Progress()
+        name=NAME, layer_id=3, format=case.format, experts=experts, geometry=geometry, bias=bias, progress=Progress()
     )
 
 

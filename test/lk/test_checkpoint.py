@@ -140,7 +140,7 @@ def test_shards_are_read_with_and_without_an_index_and_one_may_be_missing(tmp_pa
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     found = checkpoint.read(folder)
     assert [x.layer_id for x in found.layers] == [0, 1]
-    assert found.problems == ["1 of 3 shards are missing: lost.safetensors"]
+    assert found.problems == ["1 of 3 shards in the index are missing: lost.safetensors"]
 
 
 @pytest.mark.parametrize("cut, said", [(1, "it is cut off"), (-3, "something was appended")])

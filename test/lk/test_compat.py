@@ -19,7 +19,7 @@ def runner_config(**changes):
 
 def layer(**changes):
     plain = dict(
-        params_dtype=torch.bfloat16, hidden_size=64, intermediate_size_per_partition=96, moe_ep_size=1, scheme=None,
+        params_dtype=torch.bfloat16, hidden_size=64, intermediate_size_per_partition=96, moe_ep_size=1, moe_tp_rank=0, moe_tp_size=1, scheme=None,
         moe_runner_config=runner_config(),
     )  # fmt: skip
     return SimpleNamespace(**{**plain, **changes})

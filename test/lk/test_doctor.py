@@ -132,9 +132,9 @@ def test_a_model_that_does_not_fit_is_refused_with_both_figures(tmp_path):
 
 
 def test_a_format_that_is_not_served_is_refused_with_those_that_are(tmp_path):
-    kinds = {"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale_inv": lambda r, c: ("F32", (1, 1))}
+    kinds = {"weight": lambda r, c: ("I8", (r, c)), "weight_scale": lambda r, c: ("F32", (r, 1))}
     (problem,) = stops(examine(headers.checkpoint(tmp_path / "m", headers.per_expert(kinds))))
-    assert problem == "layers 0-1 of the main model: fp8 experts are not served on the CPU; supported are bf16, mxfp4, nvfp4"
+    assert problem == "layers 0-1 of the main model: int8 experts are not served on the CPU; supported are " + ", ".join(double.Extension().formats())
 
 
 def test_resident_layers_take_no_host_memory_and_must_exist(tmp_path, monkeypatch):

@@ -16,9 +16,10 @@ import layers  # noqa: E402
 
 from sglang.srt.lk import formats, loading  # noqa: E402
 from sglang.srt.lk import store as ledger  # noqa: E402
-from sglang.srt.lk.formats import BIAS, CODES, GLOBAL, SCALES, UNUSED  # noqa: E402
+from sglang.srt.lk.formats import BIAS, CHANNEL, CODES, GLOBAL, ORDER, SCALES, UNUSED, ZEROS  # noqa: E402
+from sglang.srt.lk.formats.geometry import COLUMNS, ROWS  # noqa: E402
 
-FORMATS = {known.__name__: known() for known in formats.FORMATS}
+CASES = layers.CASES
 ACTIVATIONS = {
     "silu": layers.reference.Activation(),
     "gelu": layers.reference.Activation("gelu_tanh"),
@@ -28,9 +29,9 @@ ACTIVATIONS = {
 }
 
 
-@pytest.fixture(params=FORMATS, ids=str)
-def format(request):
-    return FORMATS[request.param]
+@pytest.fixture(params=CASES, ids=str)
+def case(request):
+    return CASES[request.param]
 
 
 @pytest.fixture(autouse=True)
@@ -46,9 +47,9 @@ def poison(monkeypatch):
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
-def test_a_loaded_layer_equals_the_float64_reference(format, activation):
-    layer = layers.random_layer(format, activation=ACTIVATIONS[activation])
-    store = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format))
+def test_a_loaded_layer_equals_the_float64_reference(case, activation):
+    layer = layers.random_layer(case, activation=ACTIVATIONS[activation])
+    store = layers.load(layers.empty_store(layer, case), layers.tensors(layer, case))
     assert store.missing() == []
     for tokens in (1, 3, 17):
         x, ids, weights = layers.batch(layer, tokens)
@@ -57,71 +58,123 @@ def test_a_loaded_layer_equals_the_float64_reference(format, activation):
 
 @pytest.mark.parametrize("options", [{}, {"scale": 2.5}, {"weight_on_input": True}], ids=str)
 def test_biases_scaling_and_weights_on_input_follow_the_reference(options):
-    format = FORMATS["Mxfp4"]
-    layer = layers.random_layer(format, activation=ACTIVATIONS["gpt_oss"], bias=True)
-    store = layers.load(layers.empty_store(layer, format, bias=True), layers.tensors(layer, format))
+    case = CASES["mxfp4"]
+    layer = layers.random_layer(case, activation=ACTIVATIONS["gpt_oss"], bias=True)
+    store = layers.load(layers.empty_store(layer, case, bias=True), layers.tensors(layer, case))
     x, ids, weights = layers.batch(layer, 5, top_k=1 if "weight_on_input" in options else 3)
     out = store.experts.forward(x, ids, weights, **options)
     layers.assert_equals_reference(out, layer, x, ids, weights, **options)
 
 
-def test_two_ranks_add_up_to_the_whole_layer(format):
-    layer = layers.random_layer(format, width=128)
-    loaded = layers.tensors(layer, format)
+def test_two_ranks_add_up_to_the_whole_layer(case):
+    layer = layers.random_layer(case, width=128)
+    loaded = layers.tensors(layer, case)
     x, ids, weights = layers.batch(layer, 6, dtype=torch.float32)
-    halves = [layers.load(layers.empty_store(layer, format, rank=rank, ranks=2), loaded) for rank in range(2)]
+    halves = [layers.load(layers.empty_store(layer, case, rank=rank, ranks=2), loaded) for rank in range(2)]
     assert [half.missing() for half in halves] == [[], []]
     out = sum(half.experts.forward(x, ids, weights) for half in halves)
     layers.assert_equals_reference(out, layer, x, ids, weights)
 
 
-def test_a_rank_packs_the_bytes_of_its_own_rows_and_columns(format):
-    layer = layers.random_layer(format, width=128)
+@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("fp8_block") or name == "fp8_block_32_32"])
+def test_a_rank_packs_the_bytes_of_its_own_rows_and_columns(name):
+    case = CASES[name]
+    layer = layers.random_layer(case, width=128)
     x, ids, weights = layers.batch(layer, 4)
-    loaded = layers.tensors(layer, format)
-    second = layers.load(layers.empty_store(layer, format, rank=1, ranks=2), loaded)
-    half = layers.random_layer(format, width=64)  # only for its sizes
-    alone = layers.empty_store(half, format)
-    layers.load(alone, {key: cut(tensor, *key[1:]) for key, tensor in loaded.items()})
+    loaded = layers.tensors(layer, case)
+    second = layers.load(layers.empty_store(layer, case, rank=1, ranks=2), loaded)
+    half = layers.random_layer(case, width=64)  # only for its sizes
+    alone = layers.empty_store(half, case)
+    layers.load(alone, {key: second_half(case, tensor, *key[1:]) for key, tensor in loaded.items()})
     assert torch.equal(second.experts.forward(x, ids, weights), alone.experts.forward(x, ids, weights))
 
 
-def cut(tensor, part, what):
-    """The second half of the rows of gate and up, or of the columns of down."""
-    if what == GLOBAL:
+def second_half(case, tensor, part, what):
+    """Of the rows of gate and up, or of the columns of down; a scale or an order that stands for both is left whole."""
+    axis = along(case, what, COLUMNS if part == "down" else ROWS)
+    if axis is None or tensor.shape[axis] == 1:
         return tensor
-    return tensor.chunk(2, dim=1 if part == "down" else 0)[1].clone()
+    return tensor.chunk(2, dim=axis)[0 if what == ORDER else 1].clone()
 
 
-@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "by_turns"])
-def test_stacked_experts_are_taken_apart(format, interleaved):
-    layer = layers.random_layer(format)
-    loaded = layers.tensors(layer, format)
-    store = layers.empty_store(layer, format)
+def along(case, what, rows_or_columns):
+    """The tensor's axis of the matrix' rows or columns, if it has one."""
+    if what == GLOBAL:
+        return None
+    return next((n for n, axis in enumerate(case.format.axes(what)) if axis.along == rows_or_columns), None)
+
+
+# Width 96 lies within these blocks, and rows of AWQ's words and of a block cannot lie by turns.
+STACKED = [name for name in CASES if name not in ("fp8_block_128_128", "fp8_block_24_64")]
+BY_TURNS = [name for name in STACKED if name.split("_")[0] in ("bf16", "f16", "mxfp4", "mxfp8", "modelopt", "deepseek") or name == "gptq"]
+
+
+@pytest.mark.parametrize("interleaved, name", [(False, name) for name in STACKED] + [(True, name) for name in BY_TURNS])
+def test_stacked_experts_are_taken_apart(name, interleaved):
+    case = CASES[name]
+    layer = layers.random_layer(case)
+    loaded = layers.tensors(layer, case)
+    store = layers.empty_store(layer, case)
     experts = range(len(layer.weights))
-    for what in (what for what in format.needs if what != GLOBAL):
+    for what in (what for what in case.format.needs if what != GLOBAL):
         pairs = [(loaded[e, "gate", what], loaded[e, "up", what]) for e in experts]
-        w13 = torch.stack([by_turns(*pair) if interleaved else torch.cat(pair) for pair in pairs])
+        rows = along(case, what, ROWS)
+        w13 = torch.stack([pair[0] if rows is None else joined(*pair, rows, interleaved) for pair in pairs])
         layers.loader(store, "w13", what, interleaved=interleaved)(None, w13, "w13", shard_id="w13")
         layers.loader(store, "w2", what)(None, torch.stack([loaded[e, "down", what] for e in experts]), "w2", "w2", None)
     layers.load(store, loaded, only=lambda expert, part, what: what == GLOBAL)
     assert store.missing() == []
     x, ids, weights = layers.batch(layer, 4)
-    whole = layers.load(layers.empty_store(layer, format), loaded)
+    whole = layers.load(layers.empty_store(layer, case), loaded)
     assert torch.equal(store.experts.forward(x, ids, weights), whole.experts.forward(x, ids, weights))
 
 
+def joined(gate, up, rows, interleaved):
+    both = torch.stack([t.view(torch.uint8) if t.element_size() == 1 else t for t in (gate, up)], dim=rows + 1 if interleaved else rows)
+    return both.flatten(rows, rows + 1).view(gate.dtype)
+
+
 def by_turns(gate, up):
-    return torch.stack([gate.view(torch.uint8), up.view(torch.uint8)], dim=1).flatten(0, 1).view(gate.dtype)
+    return joined(gate, up, 0, True)
+
+
+@pytest.mark.parametrize("name, interleaved", [("awq", True), ("fp8_block_32_32", True), ("fp8_block_128_128", False)])
+def test_stacked_rows_that_share_a_word_or_a_scale_are_refused(name, interleaved):
+    case = CASES[name]
+    layer = layers.random_layer(case)
+    tensors = layers.tensors(layer, case)
+    what = CODES if name == "awq" else SCALES
+    w13 = torch.stack([joined(tensors[e, "gate", what], tensors[e, "up", what], along(case, what, ROWS), False) for e in range(4)])
+    loader = layers.loader(layers.empty_store(layer, case), "w13", what, interleaved=interleaved)
+    assert "rows of gate and up share scales or words" in said_by(loader, None, w13, "w13", shard_id="w13")
+
+
+# Shapes and ranks whose shares begin inside a block or a group, of rows, of columns or of both.
+CUTS = {
+    "fp8_block_128_128": (192, 2), "fp8_block_24_64": (192, 2), "fp8_block_1_96": (192, 3), "awq": (192, 3), "gptq_zeros": (192, 3),
+    "compressed_int4_channel_zeros": (192, 3),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CUTS)
+def test_ranks_whose_shares_begin_inside_a_block_add_up_to_the_whole_layer(name):
+    case, (width, ranks) = CASES[name], CUTS[name]
+    layer = layers.random_layer(case, width=width)
+    loaded = layers.tensors(layer, case)
+    x, ids, weights = layers.batch(layer, 4, dtype=torch.float32)
+    shares = [layers.load(layers.empty_store(layer, case, rank=rank, ranks=ranks), loaded) for rank in range(ranks)]
+    assert all(share.missing() == [] for share in shares)
+    out = sum(share.experts.forward(x, ids, weights) for share in shares)
+    layers.assert_equals_reference(out, layer, x, ids, weights)
 
 
 def test_a_share_that_the_model_code_has_cut_is_taken_as_it_is():
     """gpt-oss hands over every rank's rows of the stacked tensors, in blocks of 32 columns."""
-    format = FORMATS["Mxfp4"]
-    layer = layers.random_layer(format, width=64)
-    loaded = layers.tensors(layer, format)
-    store = layers.empty_store(layers.random_layer(format, width=128), format, rank=1, ranks=2)
-    for what in format.needs:
+    case = CASES["mxfp4"]
+    layer = layers.random_layer(case, width=64)
+    loaded = layers.tensors(layer, case)
+    store = layers.empty_store(layers.random_layer(case, width=128), case, rank=1, ranks=2)
+    for what in case.format.needs:
         w13 = torch.stack([by_turns(loaded[e, "gate", what], loaded[e, "up", what]) for e in range(4)])
         w2 = torch.stack([loaded[e, "down", what] for e in range(4)])
         if what == CODES:
@@ -133,22 +186,22 @@ def test_a_share_that_the_model_code_has_cut_is_taken_as_it_is():
 
 
 def test_transposed_and_strided_tensors_pack_like_contiguous_ones():
-    format = FORMATS["Unquantized"]
-    layer = layers.random_layer(format)
-    loaded = layers.tensors(layer, format)
+    case = CASES["bf16"]
+    layer = layers.random_layer(case)
+    loaded = layers.tensors(layer, case)
     x, ids, weights = layers.batch(layer, 4)
-    plain = layers.load(layers.empty_store(layer, format), loaded).experts.forward(x, ids, weights)
+    plain = layers.load(layers.empty_store(layer, case), loaded).experts.forward(x, ids, weights)
     turned = {key: tensor.T.contiguous().T for key, tensor in loaded.items()}
     wide = {key: torch.cat([tensor, tensor.new_full(tensor.shape, 7)], dim=1)[:, : tensor.shape[1]] for key, tensor in loaded.items()}
     for other in (turned, wide):
-        store = layers.load(layers.empty_store(layer, format), other)
+        store = layers.load(layers.empty_store(layer, case), other)
         assert torch.equal(store.experts.forward(x, ids, weights), plain)
 
 
 def test_ids_of_any_integer_type_and_stride_give_the_same_and_foreign_ids_nothing():
-    format = FORMATS["Unquantized"]
-    layer = layers.random_layer(format)
-    experts = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format)).experts
+    case = CASES["bf16"]
+    layer = layers.random_layer(case)
+    experts = layers.load(layers.empty_store(layer, case), layers.tensors(layer, case)).experts
     x, ids, weights = layers.batch(layer, 6, top_k=3)
     plain = experts.forward(x, ids, weights)
     assert torch.equal(experts.forward(x, ids.long(), weights), plain)
@@ -162,15 +215,15 @@ def test_ids_of_any_integer_type_and_stride_give_the_same_and_foreign_ids_nothin
 
 
 def test_a_batch_without_tokens_gives_none_back():
-    layer = layers.random_layer(FORMATS["Mxfp4"])
-    experts = layers.load(layers.empty_store(layer, FORMATS["Mxfp4"]), layers.tensors(layer, FORMATS["Mxfp4"])).experts
+    layer = layers.random_layer(CASES["mxfp4"])
+    experts = layers.load(layers.empty_store(layer, CASES["mxfp4"]), layers.tensors(layer, CASES["mxfp4"])).experts
     x, ids, weights = layers.batch(layer, 0)
     assert experts.forward(x, ids, weights).shape == (0, layer.hidden)
 
 
 @pytest.mark.parametrize("exponents", [(-13, -10), (-10, -13)], ids=["up_larger", "gate_larger"])
 def test_both_nvfp4_conventions_of_one_expert_give_the_same_bits_when_gate_and_up_differ(exponents):
-    multiplies, divides = FORMATS["ModelOptNvfp4"], FORMATS["CompressedTensorsNvfp4"]
+    multiplies, divides = CASES["modelopt_nvfp4"], CASES["compressed_nvfp4"]
     layer = layers.random_layer(multiplies)
     for parts in layer.weights:
         for part, exponent in zip(("gate", "up", "down"), (*exponents, -9), strict=True):
@@ -180,39 +233,39 @@ def test_both_nvfp4_conventions_of_one_expert_give_the_same_bits_when_gate_and_u
     x, ids, weights = layers.batch(layer, 5)
     x = (x.float() * 64).bfloat16()
     outs = [
-        layers.load(layers.empty_store(layer, format), layers.tensors(layer, format)).experts.forward(x, ids, weights)
-        for format in (multiplies, divides)
+        layers.load(layers.empty_store(layer, case), layers.tensors(layer, case)).experts.forward(x, ids, weights)
+        for case in (multiplies, divides)
     ]
     assert torch.equal(*outs)
     layers.assert_equals_reference(outs[0], layer, x, ids, weights)
 
 
 def test_activation_scales_are_not_needed():
-    format = FORMATS["ModelOptNvfp4"]
-    layer = layers.random_layer(format)
-    store = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format))
+    case = CASES["modelopt_nvfp4"]
+    layer = layers.random_layer(case)
+    store = layers.load(layers.empty_store(layer, case), layers.tensors(layer, case))
     layers.loader(store, "w13", UNUSED)(None, torch.tensor(0.0), "w13_input_scale", "w1", 0)
     assert store.missing() == []
 
 
 @pytest.mark.parametrize("spelled", ["uint8", "float8_e8m0fnu", "float32"])
 def test_e8m0_scales_mean_the_same_in_every_type(spelled):
-    format = FORMATS["DeepseekMxfp4"]
-    layer = layers.random_layer(format)
-    loaded = layers.tensors(layer, format)
+    case = CASES["deepseek_mxfp4"]
+    layer = layers.random_layer(case)
+    loaded = layers.tensors(layer, case)
     if spelled != "uint8":
         loaded = {
             key: tensor.view(torch.float8_e8m0fnu).to(getattr(torch, spelled)) if key[2] == SCALES else tensor
             for key, tensor in loaded.items()
         }
     x, ids, weights = layers.batch(layer, 3)
-    store = layers.load(layers.empty_store(layer, format), loaded)
+    store = layers.load(layers.empty_store(layer, case), loaded)
     layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
 
 
-def test_float16_activations_are_as_exact_as_float32_ones(format):
-    layer = layers.random_layer(format)
-    experts = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format)).experts
+def test_float16_activations_are_as_exact_as_float32_ones(case):
+    layer = layers.random_layer(case)
+    experts = layers.load(layers.empty_store(layer, case), layers.tensors(layer, case)).experts
     x, ids, weights = layers.batch(layer, 5, dtype=torch.float16)
     out = experts.forward(x, ids, weights)
     assert out.dtype is torch.float16
@@ -221,11 +274,11 @@ def test_float16_activations_are_as_exact_as_float32_ones(format):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_weights_that_bf16_does_not_hold_are_refused_unless_the_model_is_bf16(dtype):
-    format = FORMATS["Unquantized"]
-    layer = layers.random_layer(format)
-    loaded = {key: tensor.to(dtype) for key, tensor in layers.tensors(layer, format).items()}
-    store = layers.empty_store(layer, format)
-    store.geometry = dataclasses.replace(store.geometry, rounds=False)
+    case = CASES["bf16"]
+    layer = layers.random_layer(case)
+    loaded = {key: tensor.to(dtype) for key, tensor in layers.tensors(layer, case).items()}
+    store = layers.empty_store(layer, case)
+    store.geometry = dataclasses.replace(store.geometry, dtype=torch.float32)
     layers.load(store, loaded)
     assert store.missing() == []
     key = next(iter(loaded))
@@ -236,19 +289,19 @@ def test_weights_that_bf16_does_not_hold_are_refused_unless_the_model_is_bf16(dt
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_wider_checkpoints_are_cast_as_upstream_casts_them(dtype):
-    format = FORMATS["Unquantized"]
-    layer = layers.random_layer(format)
-    loaded = layers.tensors(layer, format)
-    store = layers.load(layers.empty_store(layer, format), {key: tensor.to(dtype) for key, tensor in loaded.items()})
+    case = CASES["bf16"]
+    layer = layers.random_layer(case)
+    loaded = layers.tensors(layer, case)
+    store = layers.load(layers.empty_store(layer, case), {key: tensor.to(dtype) for key, tensor in loaded.items()})
     x, ids, weights = layers.batch(layer, 3)
-    plain = layers.load(layers.empty_store(layer, format), {key: tensor.to(dtype).bfloat16() for key, tensor in loaded.items()})
+    plain = layers.load(layers.empty_store(layer, case), {key: tensor.to(dtype).bfloat16() for key, tensor in loaded.items()})
     assert torch.equal(store.experts.forward(x, ids, weights), plain.experts.forward(x, ids, weights))
 
 
-def test_loading_from_many_threads_is_loading(format):
-    layer = layers.random_layer(format, experts=16)
-    loaded = list(layers.tensors(layer, format).items())
-    store = layers.empty_store(layer, format)
+def test_loading_from_many_threads_is_loading(case):
+    layer = layers.random_layer(case, experts=16)
+    loaded = list(layers.tensors(layer, case).items())
+    store = layers.empty_store(layer, case)
     threads = [threading.Thread(target=layers.load, args=(store, dict(loaded[n::6]))) for n in range(6)]
     for thread in threads:
         thread.start()
@@ -259,9 +312,9 @@ def test_loading_from_many_threads_is_loading(format):
     layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
 
 
-def test_a_start_without_a_checkpoint_has_valid_experts(format):
-    layer = layers.random_layer(format)
-    store = layers.empty_store(layer, format)
+def test_a_start_without_a_checkpoint_has_valid_experts(case):
+    layer = layers.random_layer(case)
+    store = layers.empty_store(layer, case)
     store.fill_with_samples(seed=1)
     x, ids, weights = layers.batch(layer, 4)
     out = store.experts.forward(x, ids, weights)
@@ -279,11 +332,11 @@ def said_by(action, *args, **kwargs) -> str:
 # What can be wrong -------------------------------------------------------------------------------------------------
 
 
-def refusal(format, what, change, *, part="up") -> str:
-    layer = layers.random_layer(format)
-    loaded = layers.tensors(layer, format)
+def refusal(case, what, change, *, part="up") -> str:
+    layer = layers.random_layer(case)
+    loaded = layers.tensors(layer, case)
     loaded[2, part, what] = change(loaded[2, part, what].clone())
-    return said_by(layers.load, layers.empty_store(layer, format), loaded)
+    return said_by(layers.load, layers.empty_store(layer, case), loaded)
 
 
 def with_byte(value, tensor):
@@ -299,25 +352,25 @@ def with_number(value, tensor):
 @pytest.mark.parametrize(
     ("name", "what", "change", "said"),
     [
-        ("Unquantized", CODES, lambda t: with_number(float("nan"), t), "1 of 6144 weights are not valid"),
-        ("Unquantized", CODES, lambda t: with_number(float("-inf"), t), "1 of 6144 weights are not valid"),
-        ("Unquantized", CODES, lambda t: t[:-1], "the shape is [95, 64]; expected [96, 64]"),
-        ("Unquantized", CODES, lambda t: t.T, "the shape is [64, 96]; expected [96, 64]"),
-        ("Unquantized", CODES, lambda t: t.to(torch.float8_e4m3fn), "the type is float8_e4m3fn; expected bfloat16"),
-        ("Mxfp4", CODES, lambda t: t[:, :-1], "the shape is [96, 31]; expected [96, 32]"),
-        ("Mxfp4", CODES, lambda t: t.to(torch.int32), "the type is int32; expected uint8"),
-        ("Mxfp4", SCALES, lambda t: with_byte(255, t), "1 of 192 scales are not valid"),
-        ("Mxfp4", SCALES, lambda t: t.repeat(1, 2), "the shape is [96, 4]; expected [96, 2]"),
-        ("DeepseekMxfp4", SCALES, lambda t: t.float() + 0.5, "must be powers of two"),
-        ("ModelOptNvfp4", SCALES, lambda t: with_byte(0x7F, t), "1 of 384 scales are not valid"),
-        ("ModelOptNvfp4", SCALES, lambda t: with_byte(0xB8, t), "1 of 384 scales are not valid"),
-        ("ModelOptNvfp4", GLOBAL, lambda t: t * 0, "the per-tensor scale is 0.0"),
-        ("CompressedTensorsNvfp4", GLOBAL, lambda t: t * float("nan"), "the per-tensor scale is nan"),
-        ("CompressedTensorsNvfp4", GLOBAL, lambda t: t.repeat(2), "has shape [2]; expected one number"),
+        ("bf16", CODES, lambda t: with_number(float("nan"), t), "1 of 6144 weights are not valid"),
+        ("bf16", CODES, lambda t: with_number(float("-inf"), t), "1 of 6144 weights are not valid"),
+        ("bf16", CODES, lambda t: t[:-1], "the shape is [95, 64]; expected [96, 64]"),
+        ("bf16", CODES, lambda t: t.T, "the shape is [64, 96]; expected [96, 64]"),
+        ("bf16", CODES, lambda t: t.to(torch.float8_e4m3fn), "the type is float8_e4m3fn; expected bfloat16"),
+        ("mxfp4", CODES, lambda t: t[:, :-1], "the shape is [96, 31]; expected [96, 32]"),
+        ("mxfp4", CODES, lambda t: t.to(torch.int32), "the type is int32; expected uint8"),
+        ("mxfp4", SCALES, lambda t: with_byte(255, t), "1 of 192 scales are not valid"),
+        ("mxfp4", SCALES, lambda t: t.repeat(1, 2), "the shape is [96, 4]; expected [96, 2]"),
+        ("deepseek_mxfp4", SCALES, lambda t: t.float() + 0.5, "must be powers of two"),
+        ("modelopt_nvfp4", SCALES, lambda t: with_byte(0x7F, t), "1 of 384 scales are not valid"),
+        ("modelopt_nvfp4", SCALES, lambda t: with_byte(0xB8, t), "1 of 384 scales are not valid"),
+        ("modelopt_nvfp4", GLOBAL, lambda t: t * 0, "the per-tensor scale is 0.0"),
+        ("compressed_nvfp4", GLOBAL, lambda t: t * float("nan"), "the per-tensor scale is nan"),
+        ("compressed_nvfp4", GLOBAL, lambda t: t.repeat(2), "has shape [2]; expected one number"),
     ],
 )  # fmt: skip
 def test_a_bad_tensor_is_named_by_layer_expert_and_part(name, what, change, said):
-    message = refusal(FORMATS[name], what, change)
+    message = refusal(CASES[name], what, change)
     assert said in message
     assert f"{layers.NAME}: expert 2, up, {what}: " in message
 
@@ -327,7 +380,7 @@ def test_a_bad_tensor_is_named_by_file_too(monkeypatch, tmp_path):
     safetensors.save_file({f"{layers.NAME}.2.up_proj.weight": torch.zeros(1)}, tmp_path / "model-00007.safetensors")
     files.check(tmp_path, tmp_path.glob("*.safetensors"))
     monkeypatch.setattr(loading, "files", files)
-    message = refusal(FORMATS["Unquantized"], CODES, lambda t: t[:-1])
+    message = refusal(CASES["bf16"], CODES, lambda t: t[:-1])
     assert f"(tensor {layers.NAME}.2.up_proj.weight in model-00007.safetensors)" in message
 
 
@@ -355,8 +408,8 @@ def test_the_file_of_a_part_is_found_by_the_tensors_name(tensor, part, what, fou
 
 
 def test_experts_that_do_not_exist_are_refused():
-    layer = layers.random_layer(FORMATS["Unquantized"])
-    store = layers.empty_store(layer, FORMATS["Unquantized"])
+    layer = layers.random_layer(CASES["bf16"])
+    store = layers.empty_store(layer, CASES["bf16"])
     w13, w2 = (layers.loader(store, half, CODES) for half in ("w13", "w2"))
     assert "expert 4 does not exist, the layer has 4" in said_by(w13, None, torch.zeros(96, 64), "", "w1", 4)
     assert "[3, 64, 96] does not stack the layer's 4 experts" in said_by(w2, None, torch.zeros(3, 64, 96), "", "w2", None)
@@ -366,28 +419,28 @@ def test_experts_that_do_not_exist_are_refused():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_expert_of_half_the_width_is_no_share_of_a_rank(ranks):
-    layer = layers.random_layer(FORMATS["Unquantized"], width=128)
-    store = layers.empty_store(layer, FORMATS["Unquantized"], ranks=ranks)
+    layer = layers.random_layer(CASES["bf16"], width=128)
+    store = layers.empty_store(layer, CASES["bf16"], ranks=ranks)
     message = said_by(layers.loader(store, "w13", CODES), None, torch.zeros(64, 64), "", "w1", 0)
     assert "the shape is [64, 64]; expected [128, 64]" in message
 
 
-def test_what_never_came_is_listed(format):
-    layer = layers.random_layer(format)
-    store = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format), only=lambda e, part, what: e != 1)
+def test_what_never_came_is_listed(case):
+    layer = layers.random_layer(case)
+    store = layers.load(layers.empty_store(layer, case), layers.tensors(layer, case), only=lambda e, part, what: e != 1)
     message = str(loading.missing_error(store))
     assert f"{layers.NAME}: the checkpoint has no expert 1 gate codes" in message
-    more = 3 * len(format.needs) - 4
+    more = 3 * len(case.format.needs) - 4
     assert (f"and {more} more" in message) == (more > 0)
     assert all(expert == 1 for expert, _, _ in store.missing())
 
 
 def test_a_layer_that_serves_takes_no_new_weights():
-    format = FORMATS["Unquantized"]
-    layer = layers.random_layer(format)
-    store = layers.load(layers.empty_store(layer, format), layers.tensors(layer, format))
+    case = CASES["bf16"]
+    layer = layers.random_layer(case)
+    store = layers.load(layers.empty_store(layer, case), layers.tensors(layer, case))
     store.complete = True
-    assert "cannot be replaced while serving" in said_by(layers.load, store, layers.tensors(layer, format))
+    assert "cannot be replaced while serving" in said_by(layers.load, store, layers.tensors(layer, case))
 
 
 def shards(folder, *, listed=("a", "b"), written=("a", "b")):

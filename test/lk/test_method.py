@@ -13,43 +13,80 @@ import layers  # noqa: E402
 
 from sglang.srt.lk import formats, roles  # noqa: E402
 
-FORMATS = {known.__name__: known() for known in formats.FORMATS}
+CASES = layers.CASES
 
 
 @pytest.fixture
 def method(monkeypatch):
     from sglang.srt.lk import compat, method
 
-    monkeypatch.setattr(method, "_args", lambda: SimpleNamespace(device="cpu", load_format="auto", nnodes=1))
+    monkeypatch.setattr(method, "_args", arguments)
     monkeypatch.setattr(method, "_layers", {})
     monkeypatch.setattr(method, "_layer_count", lambda: None)  # asks a server's own configuration
     monkeypatch.setattr(compat, "_upstream_cpu", lambda: True)
     return method
 
 
+def arguments(**changes):
+    return SimpleNamespace(**{"device": "cpu", "load_format": "auto", "nnodes": 1, "model_path": "no/folder", **changes})
+
+
 def base_method(name):
     """What upstream chooses for a format, made without a server: (method, scheme)."""
-    from sglang.srt.layers.quantization.fp8 import Fp8MoEMethod
-    from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4FusedMoEMethod
-    from sglang.srt.layers.quantization.mxfp4 import Mxfp4MoEMethod
-    from sglang.srt.layers.quantization.unquant import UnquantizedFusedMoEMethod
+    from sglang.srt.layers.quantization import fp8, modelopt_quant, mxfp4, unquant, w8a8_fp8
+    from sglang.srt.layers.quantization.awq import awq
+    from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
+    from sglang.srt.layers.quantization.gptq import gptq
 
-    def bare(kind, **attributes):
-        made = kind.__new__(kind)
-        if isinstance(made, torch.nn.Module):
-            torch.nn.Module.__init__(made)
-        made.__dict__.update(attributes)
-        return made
+    compressed = bare(compressed_tensors.CompressedTensorsFusedMoEMethod)
+    kind, _, rest = name.partition("_")
+    if kind in ("bf16", "f16"):
+        return bare(unquant.UnquantizedFusedMoEMethod), None
+    if name in ("fp8_tensor", "fp8_channel"):
+        kinds = {"fp8_tensor": modelopt_quant.ModelOptFp8MoEMethod, "fp8_channel": w8a8_fp8.W8A8FP8MoEMethod}
+        return bare(kinds[name], quant_config=SimpleNamespace(is_checkpoint_fp8_serialized=True)), None
+    if name == "fp8_block_1_96":
+        return compressed, named("CompressedTensorsW8A8Fp8MoE", weight_block_size=[1, 96])
+    if kind in ("fp8", "mxfp8"):
+        blocks = None if kind == "mxfp8" else [int(size) for size in rest.split("_")[1:]]
+        config = SimpleNamespace(is_checkpoint_fp8_serialized=True, weight_block_size=blocks)
+        return bare(fp8.Fp8MoEMethod, is_fp4_expert=False, use_mxfp8=kind == "mxfp8", quant_config=config), None
+    if kind in ("mxfp4", "deepseek"):
+        return bare(mxfp4.Mxfp4MoEMethod) if kind == "mxfp4" else bare(fp8.Fp8MoEMethod, is_fp4_expert=True), None
+    if kind == "modelopt":
+        config = SimpleNamespace(is_checkpoint_nvfp4_serialized=True)
+        return bare(modelopt_quant.ModelOptNvFp4FusedMoEMethod, quant_config=config), None
+    if name == "compressed_nvfp4":
+        return compressed, named("CompressedTensorsW4A4Nvfp4MoE")
+    group = -1 if "channel" in rest else 32
+    if kind == "awq":
+        return bare(awq.AWQMoEMethod, quant_config=SimpleNamespace(weight_bits=4, group_size=group, zero_point=True)), None
+    if kind == "gptq":
+        version, ordered = "gptq_v2" if rest == "v2" else "", rest == "ordered"
+        config = gptq.CPUGPTQConfig(4, group, ordered, lm_head_quantized=False, dynamic={}, checkpoint_format=version)
+        config.is_sym = rest not in ("zeros", "v2")
+        return bare(gptq.GPTQMoEMethod, quant_config=config), None
+    strategy, zeros = "channel" if group == -1 else "group", "zeros" in rest
+    return compressed, named("CompressedTensorsWNA16MoE", num_bits=4, strategy=strategy, group_size=group, sym=not zeros, actorder=None)
 
-    scheme = type("CompressedTensorsW4A4Nvfp4MoE", (), {})() if name == "CompressedTensorsNvfp4" else None
-    serialized = SimpleNamespace(is_checkpoint_nvfp4_serialized=True)
-    return {
-        "Unquantized": lambda: bare(UnquantizedFusedMoEMethod),
-        "Mxfp4": lambda: bare(Mxfp4MoEMethod),
-        "DeepseekMxfp4": lambda: bare(Fp8MoEMethod, is_fp4_expert=True),
-        "ModelOptNvfp4": lambda: bare(ModelOptNvFp4FusedMoEMethod, quant_config=serialized),
-        "CompressedTensorsNvfp4": lambda: bare(type("CompressedTensorsFusedMoEMethod", (), {})),
-    }[name](), scheme
+
+def bare(kind, **attributes):
+    made = kind.__new__(kind)
+    if isinstance(made, torch.nn.Module):
+        torch.nn.Module.__init__(made)
+    made.__dict__.update(attributes)
+    return made
+
+
+def named(name, **attributes):
+    return bare(type(name, (), {}), **attributes)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_upstreams_choice_tells_the_format_and_all_its_conventions(name):
+    found, expected = formats.format_for(*base_method(name)), CASES[name].format
+    assert type(found) is type(expected)
+    assert vars(found) == vars(expected)
 
 
 def moe_layer(layer, base, scheme, **config):
@@ -68,22 +105,23 @@ def moe_layer(layer, base, scheme, **config):
 
 
 def take_over(method, layer, name, *, bias=False, **config):
+    case = CASES[name]
     base, scheme = base_method(name)
     made = moe_layer(layer, base, scheme, **config)
     made.quant_method = method.make_for_layer(layer=made, base_method=base, prefix=layers.NAME)
     made.quant_method.create_weights(
         layer=made, num_experts=len(layer.weights), hidden_size=layer.hidden, intermediate_size_per_partition=layer.width,
-        params_dtype=torch.bfloat16, weight_loader=None, with_bias=bias, moe_intermediate_size=layer.width,
+        params_dtype=case.dtype, weight_loader=None, with_bias=bias, moe_intermediate_size=layer.width,
     )  # fmt: skip
     made.quant_method.create_moe_runner(made, made.moe_runner_config)
     return made
 
 
 def load(made, layer, name, *, skip=lambda key: False):
-    for (expert, part, what), tensor in layers.tensors(layer, FORMATS[name]).items():
+    for (expert, part, what), tensor in layers.tensors(layer, CASES[name]).items():
         if skip((expert, part, what)):
             continue
-        fields = FORMATS[name].fields(bias=layer.biases is not None)
+        fields = CASES[name].format.fields(bias=layer.biases is not None)
         half = "w2" if part == "down" else "w13"
         parameter = next(n for n, field in fields.items() if (field.half, field.what) == (half, what))
         stub = getattr(made, parameter)
@@ -99,9 +137,9 @@ def ask(made, x, ids, weights):
     return made.quant_method.apply(made, given).hidden_states
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_layer_of_every_format_is_taken_over_loaded_and_right(method, name):
-    layer = layers.random_layer(FORMATS[name])
+    layer = layers.random_layer(CASES[name])
     made = take_over(method, layer, name)
     load(made, layer, name)
     made.quant_method.process_weights_after_loading(made)
@@ -110,37 +148,37 @@ def test_a_layer_of_every_format_is_taken_over_loaded_and_right(method, name):
     assert made.quant_method.get_moe_runner_backend(made) is None and made.quant_method.runner is None
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("name", CASES)
 def test_nothing_of_the_store_is_a_parameter_or_buffer(method, name):
-    layer = layers.random_layer(FORMATS[name])
+    layer = layers.random_layer(CASES[name])
     made = take_over(method, layer, name)
     load(made, layer, name)
     held = [*made.named_parameters(), *made.named_buffers()]
-    assert {n for n, _ in held} == set(FORMATS[name].fields(bias=False))
+    assert {n for n, _ in held} == set(CASES[name].format.fields(bias=False))
     assert all(tensor.numel() == 0 and tensor.device.type == "cpu" for _, tensor in held)
 
 
 def test_stubs_are_on_the_host_whatever_device_the_model_is_built_on(method):
     with torch.device("meta"):
-        made = take_over(method, layers.random_layer(FORMATS["Mxfp4"]), "Mxfp4")
+        made = take_over(method, layers.random_layer(CASES["mxfp4"]), "mxfp4")
     assert {p.device.type for p in made.parameters()} == {"cpu"}
 
 
 def test_a_layer_that_is_not_whole_ends_the_load(method):
     from sglang.srt.lk.loading import LoadError
 
-    layer = layers.random_layer(FORMATS["Mxfp4"])
-    made = take_over(method, layer, "Mxfp4")
-    load(made, layer, "Mxfp4", skip=lambda key: key == (2, "down", formats.SCALES))
+    layer = layers.random_layer(CASES["mxfp4"])
+    made = take_over(method, layer, "mxfp4")
+    load(made, layer, "mxfp4", skip=lambda key: key == (2, "down", formats.SCALES))
     with pytest.raises(LoadError) as caught:
         made.quant_method.process_weights_after_loading(made)
     assert f"{layers.NAME}: the checkpoint has no expert 2 down scales; " in str(caught.value)
 
 
 def test_a_dummy_load_fills_the_layer(method, monkeypatch):
-    monkeypatch.setattr(method, "_args", lambda: SimpleNamespace(device="cpu", load_format="dummy", nnodes=1))
-    layer = layers.random_layer(FORMATS["ModelOptNvfp4"])
-    made = take_over(method, layer, "ModelOptNvfp4")
+    monkeypatch.setattr(method, "_args", lambda: arguments(load_format="dummy"))
+    layer = layers.random_layer(CASES["modelopt_nvfp4"])
+    made = take_over(method, layer, "modelopt_nvfp4")
     made.quant_method.process_weights_after_loading(made)
     out = ask(made, *layers.batch(layer, 3))
     assert out.isfinite().all() and out.any()
@@ -149,20 +187,20 @@ def test_a_dummy_load_fills_the_layer(method, monkeypatch):
 def test_a_format_without_kernels_is_refused_with_the_ones_that_have(method):
     from sglang.srt.lk.compat import Refusal
 
-    layer = layers.random_layer(FORMATS["Unquantized"])
+    layer = layers.random_layer(CASES["bf16"])
     made = moe_layer(layer, None, None)
     with pytest.raises(Refusal) as caught:
-        method.make_for_layer(layer=made, base_method=type("AWQMoEMethod", (), {})(), prefix=layers.NAME)
-    assert "AWQMoEMethod" in str(caught.value) and "NVFP4 (ModelOpt)" in str(caught.value)
+        method.make_for_layer(layer=made, base_method=type("GGUFMoEMethod", (), {})(), prefix=layers.NAME)
+    assert "GGUFMoEMethod" in str(caught.value) and "NVFP4 (ModelOpt)" in str(caught.value)
 
 
 def test_the_end_of_the_load_says_who_does_what(method, caplog, monkeypatch):
     import sglang.srt.layers.moe.fused_moe_triton as fused
 
     monkeypatch.setattr(fused, "FusedMoE", torch.nn.Linear)
-    layer = layers.random_layer(FORMATS["Mxfp4"])
-    made = take_over(method, layer, "Mxfp4")
-    load(made, layer, "Mxfp4")
+    layer = layers.random_layer(CASES["mxfp4"])
+    made = take_over(method, layer, "mxfp4")
+    load(made, layer, "mxfp4")
     made.quant_method.process_weights_after_loading(made)
     with caplog.at_level("INFO"):
         method.finish(torch.nn.Module(), is_draft=False)
@@ -173,9 +211,9 @@ def test_the_end_of_the_load_says_who_does_what(method, caplog, monkeypatch):
 def test_the_routed_scaling_factor_is_applied_once_by_layer_or_model(method, monkeypatch, module, factor):
     import sglang.srt.layers.moe.fused_moe_triton as fused
 
-    layer = layers.random_layer(FORMATS["Unquantized"])
-    made = take_over(method, layer, "Unquantized", routed_scaling_factor=2.5)
-    load(made, layer, "Unquantized")
+    layer = layers.random_layer(CASES["bf16"])
+    made = take_over(method, layer, "bf16", routed_scaling_factor=2.5)
+    load(made, layer, "bf16")
     made.quant_method.process_weights_after_loading(made)
     monkeypatch.setattr(fused, "FusedMoE", type(made.quant_method))
     block = type("Block", (type("Base", (torch.nn.Module,), {"__module__": f"sglang.srt.models.{module}"}),), {})()
@@ -215,7 +253,7 @@ def test_a_layer_that_was_not_loaded_is_fatal(method, monkeypatch):
     from sglang.srt.lk.loading import LoadError
 
     monkeypatch.setattr(fused, "FusedMoE", torch.nn.Linear)
-    take_over(method, layers.random_layer(FORMATS["Mxfp4"]), "Mxfp4")
+    take_over(method, layers.random_layer(CASES["mxfp4"]), "mxfp4")
     with pytest.raises(LoadError) as caught:
         method.finish(torch.nn.Module(), is_draft=False)
     assert "not loaded to the end" in str(caught.value)

@@ -21,7 +21,7 @@ def upstream(tmp_path, monkeypatch):
 
 
 def doubled(module):
-    original = patches._expect(module.Runner, "load", ["self", "path"])
+    original = patches.expect(module.Runner, "load", ["self", "path"])
     module.Runner.load = lambda self, path: original(self, path) * 2
 
 

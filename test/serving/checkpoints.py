@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 import fourbit
+import quantized
 
 VOCABULARY = 2048  # of the recite model, whose tokenizer the checkpoints borrow
 TOKENIZER = Path(__file__).resolve().parents[2] / "launch" / "models" / "recite-moe"
@@ -54,7 +55,7 @@ class Architecture:
     model_type: str
     config: dict
     auto: str = "AutoModelForCausalLM"
-    grid: str = ""  # "mxfp4" or "nvfp4": expert weights are rounded to what that format can hold
+    grid: str = ""  # "mxfp4", "nvfp4" or a row of ``quantized.FORMATS``: expert weights are rounded to what that format can hold
     packed: bool = False  # the experts are stored in that format (else, of the same values, as BF16)
     upstream_class: str = ""  # where upstream registers the model under another name than transformers
     publisher: dict = dataclasses.field(default_factory=dict)  # what its config.json has and transformers does not write
@@ -64,6 +65,11 @@ class Architecture:
     float32: bool = True  # upstream's model computes in float32, too
     zero_centred_norms: bool = False  # the norm multiplies by 1 + weight
     serve: dict = dataclasses.field(default_factory=dict)  # further arguments of the engine
+
+    @property
+    def twin(self) -> str:
+        """The row that holds the same values as BF16, for one that is packed."""
+        return f"{self.name}_twin" if self.grid in quantized.FORMATS else self.name.removesuffix(f"_{self.grid}")
 
 
 # Stock leaves Ling's routed scaling factor out on a CPU (the model relies on the GPU's runner), so the comparison is made without one.
@@ -170,6 +176,19 @@ def _rows() -> list[Architecture]:
 ARCHITECTURES = {row.name: row for row in _rows()}
 
 
+def _formats() -> list[Architecture]:
+    """One small model in every format, and each time its twin."""
+    rows = []
+    for grid, how in quantized.FORMATS.items():
+        config = {**EXPERTS, "norm_topk_prob": True, **how.model}
+        rows.append(Architecture(f"qwen3_moe_{grid}", "qwen3_moe", config, grid=grid, packed=True))
+        rows.append(Architecture(rows[-1].twin, "qwen3_moe", config, grid=grid))
+    return rows
+
+
+FORMATS = {row.name: row for row in _formats()}
+
+
 def write(architecture: Architecture, directory: Path, tokenizer: Path) -> Path:
     """Writes the checkpoint into ``directory`` (made if missing) and returns it; an existing one is replaced."""
     directory = Path(directory)
@@ -179,8 +198,8 @@ def write(architecture: Architecture, directory: Path, tokenizer: Path) -> Path:
     tensors = {name: _values(name, like, architecture) for name, like in wanted}
     quantization = {}
     if architecture.grid:
-        pack = {"mxfp4": _gpt_oss_mxfp4, "nvfp4": _compressed_tensors_nvfp4}[architecture.grid]
-        quantization, tensors = pack(tensors, architecture.packed)
+        pack = {"mxfp4": _gpt_oss_mxfp4, "nvfp4": _compressed_tensors_nvfp4}.get(architecture.grid)
+        quantization, tensors = (pack or _quantized(architecture.grid))(tensors, architecture.packed)
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
     _finish_config(directory, architecture.upstream_class or class_name, architecture.publisher | quantization)
     for name in TOKENIZER_FILES:
@@ -291,14 +310,32 @@ def _compressed_tensors_nvfp4(tensors: dict, packed: bool) -> tuple[dict, dict]:
     return ({"quantization_config": config} if packed else {}), out
 
 
+def _quantized(grid: str) -> Callable[[dict, bool], tuple[dict, dict]]:
+    def pack(tensors: dict, packed: bool) -> tuple[dict, dict]:
+        out = {}
+        for name, value in tensors.items():
+            if ".experts." not in name:
+                out[name] = value
+                continue
+            values, held = quantized.FORMATS[grid].make(value)
+            if packed:
+                out |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in held.items()}
+            else:
+                out[name] = values.to(value.dtype)
+                assert torch.equal(out[name].float(), values), "BF16 does not hold these values"
+        return ({"quantization_config": quantized.FORMATS[grid].config} if packed else {}), out
+
+    return pack
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Writes small random MoE checkpoints.")
     parser.add_argument("directory", type=Path)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES)}; all by default")
+    parser.add_argument("names", nargs="*", help=f"of {', '.join(ARCHITECTURES | FORMATS)}; all architectures by default")
     parser.add_argument("--tokenizer", type=Path, default=TOKENIZER, help="directory with the tokenizer's files")
     arguments = parser.parse_args()
     for name in arguments.names or ARCHITECTURES:
-        write(ARCHITECTURES[name], arguments.directory / name, arguments.tokenizer)
+        write((ARCHITECTURES | FORMATS)[name], arguments.directory / name, arguments.tokenizer)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,8 @@ are created. With the switch off nothing here is imported and SGLang is stock. I
 - ``store``    the packed experts of one layer
 - ``kernels``  tensors in, native engine calls out
 - ``method``   the wrapper around SGLang's quantization method: wiring only
-- ``patches``  the few places where SGLang is changed while it runs; ``cpu_models`` has those for models on a CPU
+- ``patches``  the few places where SGLang is changed while it runs; ``cpu_models`` has those for models on a CPU,
+  ``cpu_formats`` those for quantized experts there
 - ``cli``      the command ``sglang-lk``: ``doctor`` (with ``checkpoint``, ``machine``, ``install_check``, ``doctor_text``)
   and ``bench``; ``term`` draws their tables
 

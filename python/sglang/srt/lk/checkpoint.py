@@ -11,9 +11,11 @@ import json
 import math
 import re
 import struct
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # safetensors' own limit
 MOST = 1 << 20  # layers, experts, columns: a count in config.json beyond it is damage
 
@@ -32,7 +34,8 @@ class Tensor:
 @dataclass(frozen=True)
 class MoeLayer:
     """The routed experts of one layer. ``draft`` is the kind of draft model they belong to, None in the main model;
-    ``format`` is ``"mixed: a, b"`` when the experts do not all agree."""
+    ``format`` is ``"mixed: a, b"`` when the experts do not all agree; ``packing`` says what else decides the packed size,
+    as the extension's ``packed_bytes`` takes it."""
 
     layer_id: int
     draft: str | None
@@ -42,10 +45,13 @@ class MoeLayer:
     width: int
     bytes: int
     missing: tuple[str, ...] = ()
+    packing: dict[str, int | str | bool] = field(default_factory=dict)
 
 
 @dataclass
 class Checkpoint:
+    """``problems`` keep it from being read as it is; ``doubts`` do not."""
+
     path: Path
     architecture: str
     top_k: int | None
@@ -55,6 +61,7 @@ class Checkpoint:
     other_bytes: int = 0
     largest_file: int = 0
     problems: list[str] = field(default_factory=list)
+    doubts: list[str] = field(default_factory=list)
 
 
 def read(path: Path) -> Checkpoint:
@@ -68,16 +75,46 @@ def read(path: Path) -> Checkpoint:
         declared_experts=_first(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
     )
     groups: dict[tuple[str, int], _Group] = {}
-    for file in _files(path, found.problems):
+    listed, files = _files(path, found.problems)
+    file_of: dict[str, str] = {}
+    for file in files:
         tensors, problem = read_header(file)
         found.problems += [problem] if problem else []
         found.largest_file = max(found.largest_file, file.stat().st_size if file.is_file() else 0)
+        found.doubts += _repeated(file.name, [name for name in tensors if name in file_of], file_of)
         for name, tensor in tensors.items():
-            if not _collect(name, tensor, groups, found.declared_layers):
+            if name not in file_of and not _collect(name, tensor, groups, found.declared_layers):
                 found.other_bytes += tensor.bytes
-    hidden = _first(config, "hidden_size")
-    found.layers = [group.layer(key, found.declared_experts, hidden) for key, group in sorted(groups.items())]
+        file_of |= dict.fromkeys(tensors, file.name)
+    found.problems += missing_shards(path, listed, file_of)
+    hidden, symmetric = _first(config, "hidden_size"), _symmetric(config)
+    found.layers = [group.layer(key, found.declared_experts, hidden, symmetric) for key, group in sorted(groups.items())]
     return found
+
+
+def missing_shards(folder: Path, listed: Mapping[str, str], here: Container[str]) -> list[str]:
+    """What an index lists and nobody has, in one line if anything. ``listed`` is tensor to file, ``here`` the tensors that
+    were found: an entry whose tensor is in another file is only stale."""
+    absent = {file for name, file in listed.items() if name not in here and not (folder / file).is_file()}
+    if not absent:
+        return []
+    shown = ", ".join(sorted(absent)[:4]) + (" …" if len(absent) > 4 else "")
+    return [f"{len(absent)} of {len(set(listed.values()))} shards in the index are missing: {shown}"]
+
+
+def _repeated(file: str, names: list[str], file_of: Mapping[str, str]) -> list[str]:
+    if not names:
+        return []
+    others = ", ".join(sorted({file_of[name] for name in names}))
+    return [f"{len(names)} tensors of {file} are in {others}, too ({names[0]}): whichever is read last counts"]
+
+
+def _symmetric(config: dict) -> bool:
+    """Whether zero points are all the middle of the range and need not be kept."""
+    match config.get("quantization_config"):
+        case {"sym": True}:
+            return True
+    return False
 
 
 def read_header(file: Path) -> tuple[dict[str, Tensor], str | None]:
@@ -168,26 +205,19 @@ def _first(config: dict, *keys: str) -> int | None:
     return config[key]
 
 
-def _files(path: Path, problems: list[str]) -> list[Path]:
-    """The shards: the index's and any other in the folder, for an index may be stale or absent."""
-    present = {file.name: file for file in sorted(path.glob("*.safetensors"))}
-    index = path / "model.safetensors.index.json"
+def _files(path: Path, problems: list[str]) -> tuple[dict[str, str], list[Path]]:
+    """What the index lists, and the shards that the server reads: those it names, or all where there is none."""
+    present = sorted(path.glob("*.safetensors"))
+    index = path / INDEX
+    listed: dict[str, str] = {}
     if index.is_file():
         try:
-            listed = set(read_index(index).values())
+            listed = read_index(index)
         except ValueError as error:
             problems.append(f"{index.name} is damaged ({error})")
-            listed = set()
-        missing = sorted(listed - present.keys())
-        if missing:
-            problems.append(
-                f"{len(missing)} of {len(listed)} shards are missing: {', '.join(missing[:4])}{' …' if missing[4:] else ''}"
-            )
-        if listed:
-            present = {name: file for name, file in present.items() if name in listed}
     elif not present:
         raise CheckpointError(f"{path} holds no *.safetensors file; convert the checkpoint to safetensors first")
-    return list(present.values())
+    return listed, [file for file in present if not listed or file.name in listed.values()]
 
 
 # One tensor of one expert, and one tensor of all experts of a layer.
@@ -205,6 +235,7 @@ _SAME = {
     "w13": "gate_up",
 }
 _CODES = ("weight", "weight_packed", "qweight", "blocks", "")  # the tensor that holds the weights themselves
+_SCALES = ("weight_scale", "weight_scale_inv", "scale", "scales")
 
 
 def _collect(name: str, tensor: Tensor, groups: dict, declared_layers: int | None) -> bool:
@@ -237,11 +268,12 @@ class _Group:
         self.bytes += tensor.bytes
         self.tensors.setdefault((expert, part), {})[kind] = tensor
 
-    def layer(self, key: tuple[str, int], declared: int | None, hidden: int | None) -> MoeLayer:
-        formats = sorted({_format(kinds) for kinds in self.tensors.values()})
+    def layer(self, key: tuple[str, int], declared: int | None, hidden: int | None, symmetric: bool) -> MoeLayer:
         fused = any(expert is None for expert, _ in self.tensors)
         part, kinds = next(((p, k) for (_, p), k in self.tensors.items() if p in ("gate", "gate_up")), (None, {}))
-        rows, columns, count = _shape(kinds, fused, hidden)
+        bits = _word_bits(kinds, hidden)
+        formats = sorted({_format(kinds, bits) for kinds in self.tensors.values()})
+        rows, columns, count = _shape(kinds, fused, hidden, bits)
         width = rows // 2 if part == "gate_up" else rows
         experts = count if fused else len({expert for expert, _ in self.tensors})
         return MoeLayer(
@@ -253,6 +285,7 @@ class _Group:
             bytes=self.bytes,
             format=formats[0] if len(formats) == 1 else "mixed: " + ", ".join(formats),
             missing=() if fused else self._missing(declared or experts),
+            packing=_packing(formats[0], kinds, width, columns, symmetric) if len(formats) == 1 and not fused else {},
         )
 
     def _missing(self, experts: int) -> tuple[str, ...]:
@@ -265,12 +298,25 @@ def _codes(kinds: dict[str, Tensor]) -> Tensor | None:
     return next((kinds[kind] for kind in _CODES if kind in kinds), None)
 
 
-def _format(kinds: dict[str, Tensor]) -> str:
-    """The format's name, by the type of the codes and of the scales beside them."""
-    codes = _codes(kinds)
+def _scale(kinds: dict[str, Tensor]) -> Tensor | None:
+    return next((kinds[kind] for kind in _SCALES if kind in kinds), None)
+
+
+def _word_bits(kinds: dict[str, Tensor], hidden: int | None) -> int:
+    """Bits of an integer weight that is packed in words, by the size of a gate projection; 4 where it cannot be told."""
+    codes, scale = _codes(kinds), _scale(kinds)
+    if codes is None or not hidden or len(codes.shape) != 2:
+        return 4
+    if "qweight" in kinds and codes.shape[0] == hidden and scale is not None:  # AWQ packs rows
+        return 32 * codes.shape[1] // (scale.shape[-1] or 1) or 4
+    return 32 * codes.shape[0 if "qweight" in kinds else 1] // hidden or 4
+
+
+def _format(kinds: dict[str, Tensor], bits: int) -> str:
+    """The format's name, by the type of the codes and of the scales beside them; ``bits`` of weights packed in words."""
+    codes, scale = _codes(kinds), _scale(kinds)
     if codes is None:
         return "no weights"
-    scale = next((kinds[kind] for kind in ("weight_scale", "weight_scale_inv", "scale", "scales") if kind in kinds), None)
     scale_type = scale.dtype if scale else None
     match codes.dtype, scale_type:
         case "BF16", None:
@@ -288,24 +334,46 @@ def _format(kinds: dict[str, Tensor]) -> str:
         case "F8_E4M3", _:
             return "fp8"
         case (("I32" | "I64"), _):
-            return "int4"
+            return f"int{bits}"
         case "I8", _:
             return "int8"
     return f"{codes.dtype.lower()} weights" + (f" with {scale_type.lower()} scales" if scale_type else "")
 
 
-def _shape(kinds: dict[str, Tensor], fused: bool, hidden: int | None) -> tuple[int, int, int]:
+def _packing(format: str, kinds: dict[str, Tensor], width: int, hidden: int, symmetric: bool) -> dict[str, int | str | bool]:
+    """How the format's open points are held, by the shape of the gate's scales."""
+    scale = _scale(kinds)
+    if format not in ("fp8", "int4") or scale is None:
+        return {}
+    shape = tuple(reversed(scale.shape)) if "scales" in kinds else scale.shape
+    rows, groups = (*shape, 1, 1)[:2] if len(shape) < 2 else shape[:2]
+    zeros = not symmetric and any(kind in kinds for kind in ("qzeros", "weight_zero_point"))
+    if format == "fp8":
+        blocks = groups > 1 or 1 < rows < width
+        return {"group": _multiple(hidden, groups), "scales": "f32_shared" if rows * 16 <= width else "f32"} if blocks else {}
+    if groups == 1 and not zeros:
+        return {}
+    group = _multiple(hidden, groups) if groups > 1 else _multiple(max(hidden, width), 1)
+    return {"group": group, "scales": scale.dtype.lower(), "zeros": zeros}
+
+
+def _multiple(size: int, parts: int) -> int:
+    """The size of equal parts, all but the last of which are multiples of 32."""
+    return -(-size // parts // 32) * 32
+
+
+def _shape(kinds: dict[str, Tensor], fused: bool, hidden: int | None, bits: int) -> tuple[int, int, int]:
     """Rows and columns of one expert's first projection, and the experts that the tensor stacks."""
     codes = _codes(kinds)
     if codes is None:
         return 0, hidden or 0, 0
     shape = codes.shape
     count, shape = (shape[0], shape[1:]) if fused else (1, shape)
-    per_byte = 2 if _format(kinds) in ("mxfp4", "nvfp4") else 1
+    per_byte = 2 if _format(kinds, bits) in ("mxfp4", "nvfp4") else 1
     if not shape:
         return 0, hidden or 0, count
-    if codes.dtype == "I32" and hidden:  # int4 packs eight rows or columns in a word: the number of values tells the rows
-        return math.prod(shape) * 8 // hidden, hidden, count
+    if codes.dtype == "I32" and hidden:  # words hold rows or columns: the number of values tells the rows
+        return math.prod(shape) * 32 // bits // hidden, hidden, count
     rows, columns = shape[0], math.prod(shape[1:]) * per_byte
     if hidden and columns != hidden and rows == hidden:  # stored [in, out]
         rows, columns = columns, rows

@@ -9,7 +9,7 @@ A feature that becomes possible loses its line here and gains a test.
 from collections.abc import Callable
 from typing import Any
 
-from sglang.srt.lk.formats import FORMATS, ExpertFormat
+from sglang.srt.lk.formats import FORMATS, ExpertFormat, Geometry
 from sglang.srt.lk.kernels import Activation
 
 
@@ -54,11 +54,12 @@ ARGUMENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 )
 
 
-def check(*, layer: Any, name: str, method: object, format: ExpertFormat | None, args: Any) -> None:
-    """Raise one ``Refusal`` with everything that speaks against taking the layer over."""
+def check(*, layer: Any, name: str, method: object, format: ExpertFormat | None, args: Any, reason: str | None = None) -> None:
+    """Raise one ``Refusal`` with everything that speaks against taking the layer over. ``reason``: why a format that is
+    nearly a known one is none."""
     problems = [said for argument, wrong, said in ARGUMENTS if wrong(getattr(args, argument, None))]
     problems += _device(args)
-    problems += _format(layer, method, format)
+    problems += [reason] if reason else _format(layer, method, format)
     problems += _layer(layer, format)
     problems += [activation(layer.moe_runner_config)[1] or ""]
     problems = [problem for problem in problems if problem]
@@ -126,8 +127,8 @@ def _layer(layer: Any, format: ExpertFormat | None) -> list[str]:
         problems.append("the model wants the experts' outputs apart (no_combine), which this build does not give")
     if getattr(layer, "moe_ep_size", 1) != 1:
         problems.append("experts are spread over ranks: use --ep-size 1")
-    group = format.group if format else None
-    for size, flag in ((layer.hidden_size, ""), (layer.intermediate_size_per_partition, ", choose another --tp-size")):
-        if group and size % group:
-            problems.append(f"{size} columns are no multiple of the {group} that share a scale{flag}")
-    return problems
+    return problems + (format.problems(_geometry(layer)) if format else [])
+
+
+def _geometry(layer: Any) -> Geometry:
+    return Geometry(0, layer.hidden_size, layer.intermediate_size_per_partition, layer.moe_tp_rank, layer.moe_tp_size)

@@ -17,7 +17,7 @@ from sglang.srt.lk import checkpoint, config, cpus, machine, roles
 from sglang.srt.lk.term import gib
 
 EXTENSION = "sgl_kernel_ext"
-PACKED_AS = {"f32": "bf16", "f16": "bf16", "bf16": "bf16", "mxfp4": "mxfp4", "nvfp4": "nvfp4"}  # checkpoint format -> ours
+PACKED_AS = {"f32": "bf16"}  # checkpoint format -> ours, where the names differ
 READ_MEGABYTES, READ_SECONDS = 512, 0.7
 
 
@@ -193,7 +193,9 @@ def _look_at_model(report: Report, path: Path, device: str, settings: config.Con
         return
     for problem in found.problems + _incomplete(found):
         report.stop(f"{path.name}: {problem}", "fetch the checkpoint again")
-    served = ext.formats() if ext else list(PACKED_AS.values())
+    for doubt in found.doubts:
+        report.warn(f"{path.name}: {doubt}", "remove the file that does not belong to the checkpoint, or fetch it again")
+    served = ext.formats() if ext else None
     layers = [_for_roles(layer, served) for layer in found.layers]
     try:
         roles.plan(layers, settings, device=device, layer_count=found.declared_layers)
@@ -243,9 +245,10 @@ def _has_sizes(layer: checkpoint.MoeLayer) -> bool:
     return 1 <= layer.hidden <= checkpoint.MOST and 1 <= layer.width <= checkpoint.MOST
 
 
-def _for_roles(layer: checkpoint.MoeLayer, served: list[str]) -> roles.Layer:
+def _for_roles(layer: checkpoint.MoeLayer, served: list[str] | None) -> roles.Layer:
+    """``served``: the extension's formats, None where it does not load and nothing can be said."""
     refusal = None
-    if PACKED_AS.get(layer.format, layer.format) not in served:
+    if served is not None and PACKED_AS.get(layer.format, layer.format) not in served:
         refusal = f"{layer.format} experts are not served on the CPU; supported are {', '.join(served)}"
     return roles.Layer(
         layer_id=layer.layer_id,
@@ -257,14 +260,14 @@ def _for_roles(layer: checkpoint.MoeLayer, served: list[str]) -> roles.Layer:
     )
 
 
-def _host_bytes(layer: checkpoint.MoeLayer, role: roles.Role, ext, served: list[str]) -> int:
+def _host_bytes(layer: checkpoint.MoeLayer, role: roles.Role, ext, served: list[str] | None) -> int:
     """Packed size where the format is served, else the checkpoint's as the best guess."""
     packed_as = PACKED_AS.get(layer.format, layer.format)
     if role is roles.Role.RESIDENT:
         return 0
     return (
-        layer.experts * ext.packed_bytes(packed_as, layer.hidden, layer.width)
-        if ext and packed_as in served and _has_sizes(layer)
+        layer.experts * ext.packed_bytes(packed_as, layer.hidden, layer.width, **layer.packing)
+        if served and packed_as in served and _has_sizes(layer)
         else layer.bytes
     )
 

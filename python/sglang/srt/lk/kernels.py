@@ -9,7 +9,7 @@ A new activation is a field of ``Activation`` that the extension knows; a new te
 
 import logging
 import threading
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -17,12 +17,13 @@ from typing import Any
 import torch
 
 from sglang.srt.lk import boot, cpus
+from sglang.srt.lk.formats import Packing
 
 logger = logging.getLogger(__name__)
 
 ABI = 2
 PARTS = ("gate", "up", "down")
-FLOATS = {torch.bfloat16: "bf16", torch.float32: "f32"}
+FLOATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 IDS = {torch.int32: "i32", torch.int64: "i64"}
 # How long a worker waits awake. Torch's threads want the same cores between two layers: with 200 µs each layer of a decode
 # step lost 240 µs to waiting workers, with 50 µs 60 to 80 (2 cores, 256 x 128 experts); without, waking up costs as much.
@@ -87,11 +88,11 @@ class Experts:
     """The packed experts of one layer: filled part by part, then multiplied."""
 
     def __init__(
-        self, engine: Any, *, format: str, experts: int, hidden: int, width: int, activation: Activation, bias: bool
+        self, engine: Any, *, packing: Packing, experts: int, hidden: int, width: int, activation: Activation, bias: bool
     ):
         self.native = extension().Experts(
             engine=engine,
-            format=format,
+            **asdict(packing),
             experts=experts,
             hidden=hidden,
             width=width,
@@ -106,7 +107,11 @@ class Experts:
         self.bytes = self.native.bytes
 
     def pack_codes(self, expert: int, part: str, rows: torch.Tensor) -> int:
-        """Pack one part; the number of codes that are no finite value."""
+        """Pack one part, a row per output; the number of codes that are no finite value. int32 words of eight codes may
+        lie anywhere: their distance within a row is given, too."""
+        if rows.dtype is torch.int32:
+            rows = _words(rows)
+            return self.native.pack_codes(expert, part, rows.data_ptr(), _row_bytes(rows), word_bytes=rows.stride(1) * 4)
         rows = _rows(rows)
         return self.native.pack_codes(expert, part, rows.data_ptr(), _row_bytes(rows))
 
@@ -114,6 +119,16 @@ class Experts:
         """Pack one part's group scales; the number of scales that are none."""
         rows = _rows(rows)
         return self.native.pack_scales(expert, part, rows.data_ptr(), _row_bytes(rows))
+
+    def pack_zeros(self, expert: int, part: str, rows: torch.Tensor) -> None:
+        """Pack one part's zero points, uint8 ``[rows, groups]``."""
+        rows = _rows(rows)
+        self.native.pack_zeros(expert, part, rows.data_ptr(), _row_bytes(rows))
+
+    def set_column_scales(self, expert: int, part: str, scales: torch.Tensor) -> None:
+        """A float32 factor for each output."""
+        scales = _host(scales).contiguous()
+        self.native.set_column_scales(expert, part, scales.data_ptr())
 
     def set_global_scale(self, expert: int, part: str, multiplier: float) -> None:
         self.native.set_global_scale(expert, part, multiplier)
@@ -126,9 +141,6 @@ class Experts:
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, scale: float = 1.0, weight_on_input: bool = False
     ) -> torch.Tensor:
         """``scale`` times the routed sum, in the type of ``x``; ids outside the layer's experts contribute nothing."""
-        if x.dtype is torch.float16:  # its eleven bits are exact in the sixteen that float32 activations keep
-            wide = self.forward(x.to(torch.float32), ids, weights, scale=scale, weight_on_input=weight_on_input)
-            return wide.to(torch.float16)
         self._check(x, ids, weights)
         out = torch.empty((x.shape[0], self.hidden), dtype=x.dtype)
         if x.shape[0] == 0 or ids.shape[1] == 0:
@@ -173,6 +185,14 @@ def _rows(tensor: torch.Tensor) -> torch.Tensor:
         raise KernelError(f"Hybrid MoE: a matrix is needed, not {_said(tensor)}")
     regular = tensor.shape[1] <= 1 or tensor.stride(1) == 1
     return tensor if regular and tensor.stride(0) >= 0 else tensor.contiguous()
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The matrix of words in host memory, rows and words any distance apart."""
+    tensor = _host(tensor)
+    if tensor.dim() != 2:
+        raise KernelError(f"Hybrid MoE: a matrix is needed, not {_said(tensor)}")
+    return tensor
 
 
 def _host(tensor: torch.Tensor) -> torch.Tensor:

@@ -8,12 +8,14 @@ A checkpoint that stacks experts in another way is a branch in ``ExpertLoader._p
 
 import re
 from collections.abc import Iterable, Iterator
+from functools import lru_cache
 from pathlib import Path
 
 import torch
 
 from sglang.srt.lk import checkpoint
-from sglang.srt.lk.formats import BIAS, CODES, GLOBAL, SCALES, UNUSED, Field, FormatError
+from sglang.srt.lk.formats import BIAS, CHANNEL, CODES, GLOBAL, ORDER, SCALES, UNUSED, ZEROS, Field, FormatError
+from sglang.srt.lk.formats.geometry import ROWS, cut
 from sglang.srt.lk.kernels import KernelError
 from sglang.srt.lk.store import LayerStore
 
@@ -47,20 +49,18 @@ class Files:
 
     def find(self, layer_id: int, expert: int, part: str, what: str) -> tuple[str, str] | None:
         """Tensor and file that hold this part of an expert, as far as their names tell."""
-        pattern = _pattern(layer_id, expert, part, what)
-        return next(((name, file) for name, file in self._file_of.items() if pattern.search(name)), None)
+        patterns = _patterns(str(layer_id), expert, part, what)
+        return next(((name, file) for pattern in patterns for name, file in self._file_of.items() if pattern.search(name)), None)
 
     def _missing_shards(self, folder: Path) -> list[str]:
-        index = folder / "model.safetensors.index.json"
+        index = folder / checkpoint.INDEX
         if not index.is_file():
             return []
         try:
             listed = checkpoint.read_index(index)
         except ValueError as error:
             return [f"{index.name} is damaged ({error})"]
-        # An entry that other files make up for is only stale.
-        absent = {file for name, file in listed.items() if name not in self._file_of and not (folder / file).is_file()}
-        return [f"{', '.join(sorted(absent))} of {len(set(listed.values()))} shards in the index is missing"] if absent else []
+        return checkpoint.missing_shards(folder, listed, self._file_of)
 
 
 files = Files()
@@ -88,17 +88,17 @@ class ExpertLoader:
             raise LoadError(f"{self._store.name}: experts in host memory cannot be replaced while serving; restart the server")
         if self._field.what == UNUSED:
             return
-        cut = self._presharded or shard_id is None  # then upstream's model code has taken this rank's share
-        for expert, part, tensor in self._pieces(loaded_weight, shard_id, expert_id):
+        alone = self._presharded or shard_id is None  # then upstream's model code has taken this rank's share
+        for expert, part, parts, tensor in self._pieces(loaded_weight, shard_id, expert_id):
             try:
-                self._store.put(expert, part, self._field.what, self._share(tensor, part, cut=cut))
+                self._pack(expert, part, self._half(tensor, part, parts), alone=alone)
             except (FormatError, KernelError) as error:
                 raise self._error(expert, part, str(error)) from error
 
     def _pieces(
         self, tensor: torch.Tensor, shard: str | None, expert: int | None
-    ) -> Iterator[tuple[int, str, torch.Tensor]]:
-        """(expert, part, tensor) of one checkpoint tensor; a stacked one holds all experts of the layer."""
+    ) -> Iterator[tuple[int, str, int, torch.Tensor]]:
+        """(expert, part, parts in the tensor, tensor) of one checkpoint tensor; a stacked one holds all experts of the layer."""
         parts = SHARDS.get(shard or self._field.half)
         if parts is None or (parts == ("down",)) != (self._field.half == "w2"):
             raise LoadError(f"{self._store.name}.{self._name}: {shard!r} is no part of it that can be loaded")
@@ -111,31 +111,35 @@ class ExpertLoader:
             )
         for e, one in enumerate(tensor) if expert is None else [(expert, tensor)]:
             for part in parts:
-                yield e, part, self._half(one, part, len(parts))
+                yield e, part, len(parts), one
 
     def _half(self, tensor: torch.Tensor, part: str, parts: int) -> torch.Tensor:
         """The rows of gate or up in a tensor that holds both, one after the other or by turns."""
-        if parts == 1 or tensor.dim() == 0:
+        store, what = self._store, self._field.what
+        tensor = store.format.view(what, tensor)
+        if parts == 1:
             return tensor
         which = ("gate", "up").index(part)
-        if self._interleaved:
-            return tensor[which::2]
-        return tensor.chunk(2)[which] if tensor.shape[0] % 2 == 0 else tensor
-
-    def _share(self, tensor: torch.Tensor, part: str, *, cut: bool) -> torch.Tensor:
-        """This rank's rows of gate and up, or columns of down; always a view."""
-        what, geometry = self._field.what, self._store.geometry
-        if what == GLOBAL:
+        if what == GLOBAL:  # one number for both, or one for each
+            return tensor.flatten()[which] if tensor.numel() == 2 else tensor
+        along, per = next(((n, axis.per) for n, axis in enumerate(store.axes(what)) if axis.along == ROWS), (None, 1))
+        if along is None or along >= tensor.dim():
             return tensor
-        if what == CODES and tensor.dim() == 3:  # gpt-oss cuts rows into blocks
-            tensor = tensor.flatten(1)
-        share = self._store.shape(part, what)
-        axis = 1 if part == "down" else 0
-        split = geometry.ranks > 1 and not cut and axis < len(share)
-        whole = [size * geometry.ranks if split and i == axis else size for i, size in enumerate(share)]
-        if list(tensor.shape) != whole:
-            raise FormatError(f"the shape is {list(tensor.shape)}; expected {whole}")
-        return tensor.narrow(axis, geometry.rank * share[axis], share[axis]) if split else tensor
+        if per != 1 and (self._interleaved or store.geometry.width * store.geometry.ranks % per):
+            raise FormatError("rows of gate and up share scales or words, which is not supported")
+        if self._interleaved:
+            return tensor[(slice(None),) * along + (slice(which, None, 2),)]
+        return tensor.chunk(2, along)[which] if tensor.shape[along] % 2 == 0 else tensor
+
+    def _pack(self, expert: int, part: str, tensor: torch.Tensor, *, alone: bool) -> None:
+        """This rank's share of one part's tensor, by a view, into the store."""
+        what, geometry = self._field.what, self._store.geometry
+        window = geometry.window(part, alone=alone)
+        if what == ORDER:  # every rank looks at all of it
+            window = geometry.whole(part, alone=alone)
+        if what != GLOBAL:
+            tensor = cut(tensor, self._store.axes(what), whole=geometry.whole(part, alone=alone), window=window)
+        self._store.put(expert, part, what, tensor, window)
 
     def _error(self, expert: int, part: str, reason: str) -> LoadError:
         what = self._field.what
@@ -159,13 +163,61 @@ _PART = {
     "up": r"(?:up_proj|w3|gate_up_proj|w13)",
     "down": r"(?:down_proj|w2)",
 }
+_SCALE = r"[._](?:weight_scale|weight_scale_inv|scales?)$"
 _WHAT = {
-    CODES: r"(?:[._](?:weight|weight_packed|blocks))?$",
-    SCALES: r"[._](?:weight_scale|weight_scale_inv|scales?)$",
+    CODES: r"(?:[._](?:weight|weight_packed|qweight|blocks))?$",
+    SCALES: _SCALE,
+    CHANNEL: _SCALE,
+    ZEROS: r"[._](?:qzeros|weight_zero_point)$",
+    ORDER: r"[._](?:g_idx|weight_g_idx)$",
     GLOBAL: r"[._](?:weight_scale_2|weight_global_scale)$",
     BIAS: r"[._](?:bias|weight_bias)$",
 }
+_OTHERWISE = {GLOBAL: _SCALE}  # where the format has no other scales
 
 
-def _pattern(layer_id: int, expert: int, part: str, what: str) -> re.Pattern[str]:
-    return re.compile(rf"\b(?:layers|stages|blocks|h)\.{layer_id}\.(?:.*\.)?experts\.(?:{expert}\.)?{_PART[part]}{_WHAT[what]}")
+def _patterns(layer: str, expert: int, part: str, what: str) -> list[re.Pattern[str]]:
+    begin = rf"\b(?:layers|stages|blocks|h)\.{layer}\.(?:.*\.)?experts\.(?:{expert}\.)?{_PART[part]}"
+    return [re.compile(begin + _WHAT[what])] + ([re.compile(begin + _OTHERWISE[what])] if what in _OTHERWISE else [])
+
+
+STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def stored_types(folder: Path, layer_id: int) -> dict[str, torch.dtype]:
+    """Float types of a layer's codes and scales in a local checkpoint, as the headers tell: {} where they do not, and no
+    complaint, since a damaged checkpoint is refused when it is read."""
+    found = {}
+    for what, (name, file) in _first_tensors(folder).get(layer_id, {}).items():
+        tensor = _header(file).get(name)
+        if tensor is not None and tensor.dtype in STORED:
+            found[what] = STORED[tensor.dtype]
+    return found
+
+
+@lru_cache(maxsize=4)
+def _first_tensors(folder: Path) -> dict[int, dict[str, tuple[str, Path]]]:
+    """By layer: name and file of the first expert's gate codes and scales."""
+    patterns = [(what, _patterns(r"(?P<layer>\d+)", 0, "gate", what)[0]) for what in (CODES, SCALES)]
+    found: dict[int, dict[str, tuple[str, Path]]] = {}
+    for name, file in _listed(folder):
+        for what, pattern in patterns:
+            match = pattern.search(name)
+            if match:
+                found.setdefault(int(match["layer"]), {}).setdefault(what, (name, file))
+    return found
+
+
+def _listed(folder: Path) -> list[tuple[str, Path]]:
+    index = folder / checkpoint.INDEX
+    try:
+        if index.is_file():
+            return [(name, folder / file) for name, file in checkpoint.read_index(index).items()]
+    except ValueError:  # ``Files.check`` says so when the files are read
+        return []
+    return [(name, file) for file in sorted(folder.glob("*.safetensors")) for name in _header(file)]
+
+
+@lru_cache(maxsize=4)
+def _header(file: Path) -> dict[str, checkpoint.Tensor]:
+    return checkpoint.read_header(file)[0]

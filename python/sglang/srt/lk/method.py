@@ -8,13 +8,15 @@ A new role is a branch in ``make_for_layer``; routing and activation facts belon
 """
 
 import logging
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.lk import boot, compat, formats, kernels, loading, roles
-from sglang.srt.lk.store import Geometry, LayerStore, Progress
+from sglang.srt.lk.formats import Geometry
+from sglang.srt.lk.store import LayerStore, Progress
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
             width=intermediate_size_per_partition,
             rank=layer.moe_tp_rank,
             ranks=layer.moe_tp_size,
-            rounds=params_dtype is torch.bfloat16,
+            dtype=params_dtype,
+            stored=loading.stored_types(_folder(is_draft=_is_draft(layer)), layer.layer_id),
         )
         self.store = _store(layer, name=self.name, format=self.format, geometry=geometry, bias=bias)
         config = layer.moe_runner_config
@@ -124,16 +127,24 @@ def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
     if all(key.is_draft != is_draft for key in _layers):
         count = None if is_draft else _layer_count()
         roles.check_list(config, device=compat.device(args), layer_count=count, draft=_draft_kind(args) if is_draft else None)
-    format = formats.format_for(base_method, getattr(layer, "scheme", None))
+    format, reason = _format(base_method, getattr(layer, "scheme", None))
     facts = roles.Layer(layer.layer_id, is_draft, format.label if format else type(base_method).__name__, draft=_draft_kind(args))
     if roles.role_of(facts, config, device=compat.device(args)) is roles.Role.RESIDENT:
         _layers[facts.key] = (facts, None)
         return base_method
-    compat.check(layer=layer, name=name, method=base_method, format=format, args=args)
+    compat.check(layer=layer, name=name, method=base_method, format=format, args=args, reason=reason)
     if compat.device(args) == "cuda":
         _without_graphs()
     assert format is not None, "compat.check refuses unknown formats"
     return HybridMoEMethod(base_method, name=name, format=format)
+
+
+def _format(base_method: Any, scheme: Any) -> tuple[formats.ExpertFormat | None, str | None]:
+    """The layer's format, or why one that is nearly known is none; a resident layer may be anything."""
+    try:
+        return formats.format_for(base_method, scheme), None
+    except formats.FormatError as error:
+        return None, str(error)
 
 
 def _without_graphs() -> None:
@@ -176,7 +187,7 @@ def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geo
     rank, ranks = _share_of_host()
     experts = kernels.Experts(
         kernels.engine(rank=rank, ranks=ranks),
-        format=format.kernel,
+        packing=format.packing(geometry),
         experts=geometry.experts,
         hidden=geometry.hidden,
         width=geometry.width,
@@ -201,6 +212,13 @@ def _args() -> Any:
     from sglang.srt.runtime_context import get_server_args
 
     return get_server_args()
+
+
+def _folder(*, is_draft: bool) -> Path:
+    """Where the model's checkpoint is if it is local; a name of a hub is a folder that does not exist."""
+    args = _args()
+    draft = getattr(args, "speculative_draft_model_path", None) if is_draft else None
+    return Path(draft or args.model_path)
 
 
 def _layer_count() -> int | None:

@@ -10,7 +10,6 @@ A new patch is a function in ``PATCHES`` with the module it waits for; say in it
 import functools
 import importlib.abc
 import importlib.machinery
-import inspect
 import logging
 import os
 import signal
@@ -19,19 +18,16 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from sglang.srt.lk import cpu_models
+from sglang.srt.lk import cpu_formats, cpu_models
+from sglang.srt.lk.cpu_formats import PatchError, expect
 
 logger = logging.getLogger(__name__)
-
-
-class PatchError(RuntimeError):
-    """Upstream is not what a patch was written for."""
 
 
 def end_the_start(module: ModuleType) -> None:
     """Around ``ModelRunner.load_model``: what keeps the experts from being served ends the process tree with one
     message, and a good load ends with the table of roles. Upstream would print a traceback per rank instead."""
-    original = _expect(module.ModelRunner, "load_model", ["self"])
+    original = expect(module.ModelRunner, "load_model", ["self"])
 
     @functools.wraps(original)
     def load_model(self: Any) -> Any:
@@ -51,7 +47,7 @@ def check_files_first(module: ModuleType) -> None:
     """After ``DefaultModelLoader._prepare_weights``, the one place that knows which files will be read: a missing or
     cut-off file stops the start before any weight is loaded."""
     arguments = ["self", "model_name_or_path", "revision", "fall_back_to_pt", "allow_patterns_overrides"]
-    original = _expect(module.DefaultModelLoader, "_prepare_weights", arguments)
+    original = expect(module.DefaultModelLoader, "_prepare_weights", arguments)
 
     @functools.wraps(original)
     def _prepare_weights(self: Any, *args: Any, **kwargs: Any) -> tuple[str, list[str], bool]:
@@ -74,7 +70,7 @@ def read_one_file_at_a_time(module: ModuleType) -> None:
     """After ``DefaultModelLoader.__init__``: files follow each other, unless ``--model-loader-extra-config`` says how to
     load. Upstream opens nine at once and touches every tensor of each, which keeps 64 KB per tensor of the waiting files
     resident (1.4 files of four, measured) and gains nothing where all threads pack one tensor together."""
-    original = _expect(module.DefaultModelLoader, "__init__", ["self", "load_config"])
+    original = expect(module.DefaultModelLoader, "__init__", ["self", "load_config"])
 
     @functools.wraps(original)
     def __init__(self: Any, load_config: Any) -> None:
@@ -84,6 +80,14 @@ def read_one_file_at_a_time(module: ModuleType) -> None:
             load_config.model_loader_extra_config = {"enable_multithread_load": False}
 
     module.DefaultModelLoader.__init__ = __init__
+
+
+def allow_cut_blocks(module: ModuleType) -> None:
+    """Upstream refuses FP8 models whose ranks cut a block of scales, whoever computes the experts. Here each layer says so for
+    itself: ours in ``compat``, upstream's own when its weights are created; the widths are asserted by ``FusedMoE``."""
+    if not hasattr(module, "check_quantized_moe_compatibility"):
+        raise PatchError(f"Hybrid MoE: upstream's {module.__name__} has no check_quantized_moe_compatibility; reinstall sglang-lk")
+    module.check_quantized_moe_compatibility = lambda **sizes: None
 
 
 def say_what_cannot_be_chosen(module: ModuleType) -> None:
@@ -108,89 +112,37 @@ def say_what_cannot_be_chosen(module: ModuleType) -> None:
     module.FusedMoE.__init__ = __init__
 
 
-def choose_nvfp4_without_a_gpu(module: ModuleType) -> None:
-    """compressed-tensors asks the GPU's capability to choose between two schemes; without a GPU there is none to ask,
-    and it is the weight-only scheme that the CPU experts read."""
-    original = _expect(module.CompressedTensorsConfig, "_check_scheme_supported", ["self", "min_capability", "error"])
-
-    @functools.wraps(original)
-    def _check_scheme_supported(self: Any, min_capability: int, error: bool = True) -> bool:
-        return False if _without_gpu() and not error else original(self, min_capability, error)
-
-    module.CompressedTensorsConfig._check_scheme_supported = _check_scheme_supported
-
-
-def accept_nvfp4_scheme(module: ModuleType) -> None:
-    """0.5.21 knows one NVFP4 scheme, which refuses to exist off Blackwell; here it only says how the experts are written."""
-    scheme = module.CompressedTensorsW4A4Nvfp4MoE
-    original = _expect(scheme, "__init__", ["self"])
-
-    @functools.wraps(original)
-    def __init__(self: Any) -> None:
-        if not _without_gpu():
-            original(self)
-            return
-        self.group_size = 16
-        self.use_flashinfer_trtllm = False
-
-    scheme.__init__ = __init__
-
-
-def accept_modelopt_nvfp4(module: ModuleType) -> None:
-    """ModelOpt's NVFP4 method refuses to exist off Blackwell; here it only says how the experts are written."""
-    method = module.ModelOptNvFp4FusedMoEMethod
-    original = _expect(method, "__init__", ["self", "quant_config"])
-
-    @functools.wraps(original)
-    def __init__(self: Any, quant_config: Any) -> None:
-        if not _without_gpu():
-            original(self, quant_config)
-            return
-        self.quant_config = quant_config
-        self.enable_flashinfer_trtllm_moe = False
-
-    method.__init__ = __init__
-
-
-def admit_float32(name: str) -> Callable[[ModuleType], None]:
-    """Upstream's quantized kernels want 16-bit activations; ours take 32-bit ones too, and so do the unquantized layers
-    around them on a CPU."""
-
-    def patch(module: ModuleType) -> None:
-        config = getattr(module, name)
-        original = config.__dict__["get_supported_act_dtypes"]
-        function = getattr(original, "__func__", original)
-
-        @functools.wraps(function)
-        def get_supported_act_dtypes(cls: Any) -> list[Any]:
-            import torch
-
-            admitted = list(function(cls))
-            return [*admitted, torch.float32] if _without_gpu() and torch.float32 not in admitted else admitted
-
-        config.get_supported_act_dtypes = classmethod(get_supported_act_dtypes)
-
-    return patch
-
-
-def list_modelopt_for_cpus(module: ModuleType) -> None:
-    """On a CPU with AMX upstream admits only the formats that its own kernels have; the experts of this one are ours."""
-    module.CPU_QUANTIZATION_METHODS.setdefault("modelopt_fp4", module.BASE_QUANTIZATION_METHODS["modelopt_fp4"])
-
-
 _QUANTIZATION = "sglang.srt.layers.quantization"
 PATCHES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     "sglang.srt.model_executor.model_runner": (end_the_start,),
+    "sglang.srt.model_executor.model_runner_components.moe_ep_setup": (allow_cut_blocks,),
     "sglang.srt.model_loader.loader": (check_files_first, read_one_file_at_a_time),
     "sglang.srt.layers.moe.fused_moe_triton.layer": (say_what_cannot_be_chosen,),
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": (
-        choose_nvfp4_without_a_gpu,
-        admit_float32("CompressedTensorsConfig"),
+        cpu_formats.choose_nvfp4,
+        cpu_formats.admit_types("CompressedTensorsConfig"),
     ),
-    f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4_moe": (accept_nvfp4_scheme,),
-    f"{_QUANTIZATION}.modelopt_quant": (accept_modelopt_nvfp4, admit_float32("ModelOptFp4Config")),
-    f"{_QUANTIZATION}.mxfp4": (admit_float32("Mxfp4Config"),),
-    _QUANTIZATION: (list_modelopt_for_cpus,),
+    f"{_QUANTIZATION}.compressed_tensors.schemes.compressed_tensors_w4a4_nvfp4_moe": (cpu_formats.accept_nvfp4_scheme,),
+    f"{_QUANTIZATION}.modelopt_quant": (
+        cpu_formats.accept_modelopt_nvfp4,
+        cpu_formats.admit_types("ModelOptFp4Config"),
+        cpu_formats.admit_types("ModelOptFp8Config"),
+    ),
+    f"{_QUANTIZATION}.mxfp4": (cpu_formats.admit_types("Mxfp4Config"),),
+    f"{_QUANTIZATION}.fp8": (cpu_formats.admit_types("Fp8Config"),),
+    f"{_QUANTIZATION}.w8a8_fp8": (cpu_formats.admit_types("W8A8Fp8Config"),),
+    f"{_QUANTIZATION}.awq.awq": (
+        cpu_formats.choose_awq,
+        cpu_formats.admit_types("AWQConfig"),
+        cpu_formats.admit_types("AWQCPUConfig"),
+    ),
+    f"{_QUANTIZATION}.gptq.gptq": (
+        cpu_formats.choose_gptq,
+        cpu_formats.remember_symmetry,
+        cpu_formats.admit_types("CPUGPTQConfig"),
+    ),
+    _QUANTIZATION: (cpu_formats.list_for_cpus,),
+    "sglang.srt.configs.update_config": (cpu_formats.keep_expert_sizes,),
     "sglang.srt.layers.attention.torch_native_backend": (cpu_models.attend_with_sinks,),
     "sglang.srt.models.deepseek_common.attention_backend_handler": (cpu_models.absorb_latent_attention,),
     "sglang.srt.models.minimax_m2": (cpu_models.normalise_queries_and_keys,),
@@ -219,24 +171,6 @@ def stop(problem: BaseException) -> NoReturn:
     logger.error("%s", problem)
     os.kill(parent.pid, signal.SIGQUIT)  # as upstream's scheduler does: the launcher ends the whole tree
     os._exit(1)  # at once: unwinding would redraw the progress bar below the message
-
-
-def _without_gpu() -> bool:
-    from sglang.srt.utils import is_cpu
-
-    return is_cpu()
-
-
-def _expect(owner: type, name: str, arguments: Sequence[str]) -> Any:
-    """The function to replace, if its arguments are still the expected ones."""
-    function = owner.__dict__.get(name)
-    found = list(inspect.signature(function).parameters) if inspect.isfunction(function) else None
-    if found != list(arguments):
-        raise PatchError(
-            f"Hybrid MoE: upstream's {owner.__module__}.{owner.__name__}.{name} takes {found}, expected {list(arguments)}: "
-            "this sglang is not the one that sglang-lk was built from; reinstall sglang-lk"
-        )
-    return function
 
 
 class _Finder(importlib.abc.MetaPathFinder):

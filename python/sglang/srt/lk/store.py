@@ -3,7 +3,7 @@
 The bytes themselves lie in the extension's panels; here is the ledger over them. Nothing of it is a parameter or buffer,
 so upstream never moves or post-processes it. Loaders may call from several threads.
 
-A new kind of tensor is a branch in ``LayerStore.put`` and an entry in its format's ``needs``.
+A new kind of tensor is a method in ``LayerStore._put`` and an entry in its format's ``needs``.
 """
 
 import contextlib
@@ -11,35 +11,28 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 
 import torch
 
-from sglang.srt.lk.formats import BIAS, CODES, GLOBAL, SCALES, UNUSED, ExpertFormat, FormatError
+from sglang.srt.lk.formats import (
+    BIAS,
+    CHANNEL,
+    CODES,
+    GLOBAL,
+    ORDER,
+    SCALES,
+    UNUSED,
+    ZEROS,
+    ExpertFormat,
+    FormatError,
+    Geometry,
+)
+from sglang.srt.lk.formats.geometry import ROWS, Axis, Window, shape
 from sglang.srt.lk.kernels import PARTS, Experts
 
 logger = logging.getLogger(__name__)
 
 GB = 1e9
-
-
-@dataclass(frozen=True)
-class Geometry:
-    """Sizes of one layer on this rank; ``width`` is the rank's share of ``width * ranks``. ``rounds``: the model's type is
-    bf16, to which unquantized weights of another type are rounded."""
-
-    experts: int
-    hidden: int
-    width: int
-    rank: int = 0
-    ranks: int = 1
-    rounds: bool = True
-
-    def rows(self, part: str) -> int:
-        return self.hidden if part == "down" else self.width
-
-    def columns(self, part: str) -> int:
-        return self.width if part == "down" else self.hidden
 
 
 class Progress:
@@ -110,45 +103,67 @@ class LayerStore:
         self.format = format
         self.experts = experts
         self.geometry = geometry
+        self.packing = format.packing(geometry)
         self.needs = format.needs + ((BIAS,) if bias else ())
         self.complete = False
         self._progress = progress
         self._here: set[tuple[int, str, str]] = set()
         self._lock = threading.Lock()
+        self._put = {
+            CODES: self._codes,
+            SCALES: self._scales,
+            ZEROS: self._zeros,
+            ORDER: self._order,
+            CHANNEL: self._channel_scales,
+            GLOBAL: self._global_scale,
+            BIAS: self._bias,
+        }
         progress.expect(geometry.experts * sum(self._bytes(part) for part in PARTS))
 
-    def shape(self, part: str, what: str) -> tuple[int, ...]:
-        """The shape of one checkpoint tensor of this rank, for one expert."""
-        rows, columns = self.geometry.rows(part), self.geometry.columns(part)
-        if what == CODES:
-            return rows, columns // self.format.packed
-        if what == SCALES:
-            return rows, columns // (self.format.group or columns)
-        return (rows,) if what == BIAS else ()
+    def put(self, expert: int, part: str, what: str, tensor: torch.Tensor, window: Window) -> None:
+        """Pack one tensor of one expert, cut to what the window touches; ``FormatError`` says what is wrong with it."""
+        if what == UNUSED:
+            return
+        self._put[what](expert, part, tensor, window)
+        self._note(expert, part, what)
 
-    def put(self, expert: int, part: str, what: str, tensor: torch.Tensor) -> None:
-        """Pack one tensor of one expert, already cut to this rank; ``FormatError`` says what is wrong with it."""
-        if what == CODES:
-            if not self.geometry.rounds:
-                self.format.check_exact(tensor)
-            codes = self.format.codes(tensor)
-            with self._progress.packing():
-                bad = self.experts.pack_codes(expert, part, codes)
-            _finite(bad, tensor, "weights")
-        elif what == SCALES:
-            scales = self.format.scales(tensor)
-            with self._progress.packing():
-                bad = self.experts.pack_scales(expert, part, scales)
-            _finite(bad, tensor, "scales")
-        elif what == GLOBAL:
-            if tensor.numel() != 1:
-                raise FormatError(f"the per-tensor scale has shape {list(tensor.shape)}; expected one number")
-            self.experts.set_global_scale(expert, part, self.format.multiplier(float(tensor)))
-        elif what == BIAS:
-            _finite(int((~torch.isfinite(tensor)).sum()), tensor, "biases")
-            self.experts.set_bias(expert, part, tensor)
-        if what != UNUSED:
-            self._note(expert, part, what)
+    def _codes(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
+        codes = self.format.codes(tensor, self.geometry)
+        with self._progress.packing():
+            bad = self.experts.pack_codes(expert, part, codes)
+        _finite(bad, tensor, "weights")
+
+    def _scales(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
+        scales = self.format.scales(tensor, window, self.packing)
+        with self._progress.packing():
+            bad = self.experts.pack_scales(expert, part, scales)
+        _finite(bad, scales, "scales")
+
+    def _zeros(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
+        self.experts.pack_zeros(expert, part, self.format.zeros(tensor, window, self.packing))
+
+    def _channel_scales(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
+        scales = self.format.channel_scales(tensor)
+        _finite(int((~torch.isfinite(scales)).sum()), scales, "scales")
+        self.experts.set_column_scales(expert, part, scales)
+
+    def _global_scale(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
+        if tensor.numel() != 1:
+            raise FormatError(f"the per-tensor scale has shape {list(tensor.shape)}; expected one number")
+        self.experts.set_global_scale(expert, part, self.format.multiplier(float(tensor)))
+
+    def _bias(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
+        _finite(int((~torch.isfinite(tensor)).sum()), tensor, "biases")
+        self.experts.set_bias(expert, part, tensor)
+
+    def _order(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
+        self.format.check_order(tensor)
+
+    def axes(self, what: str) -> tuple[Axis, ...]:
+        """Of one expert's tensor of this kind in the checkpoint."""
+        if what == GLOBAL:
+            return ()
+        return (Axis(ROWS),) if what == BIAS else self.format.axes(what)
 
     def missing(self) -> list[tuple[int, str, str]]:
         """What the format needs and the checkpoint did not bring."""
@@ -159,10 +174,11 @@ class LayerStore:
         """Valid random experts, for ``--load-format dummy``; all experts of a layer share their values."""
         generator = torch.Generator().manual_seed(seed)
         for part in PARTS:
+            window = self.geometry.window(part, alone=True)
             for what in self.needs:
-                tensor = self.format.sample(what, self.shape(part, what), generator)
+                tensor = self.format.sample(what, shape(self.axes(what), window), generator)
                 for expert in range(self.geometry.experts):
-                    self.put(expert, part, what, tensor)
+                    self.put(expert, part, what, tensor, window)
 
     def _note(self, expert: int, part: str, what: str) -> None:
         key = (expert, part, what)

@@ -10,6 +10,7 @@
 #include <stdexcept>
 
 #include "check/driver.h"
+#include "check/pool.h"
 #include "cpu.h"
 
 namespace check {
@@ -233,6 +234,10 @@ int check_all(const Options& options) {
     ++(best == options.expect ? passed : failed);
     if (best != options.expect) std::printf("FAIL: %s is chosen, %s was expected\n", best.c_str(), options.expect.c_str());
   }
+  Report threads("threads");
+  check_pool([&](bool good, const std::string& what) { threads.expect(good, what); });
+  passed += threads.passed;
+  failed += threads.failed;
   std::printf("\n%-8s %-12s %11s %7s  %s\n", "format", "isa", "comparisons", "failed", "worst error, of what is allowed");
   for (const Form& form : kForms)
     for (const auto& isa : lk::isas()) {

@@ -11,6 +11,7 @@
 #include <stdexcept>
 #include <string>
 #include <system_error>
+#include <utility>
 
 #include "cpu.h"
 
@@ -37,13 +38,17 @@ void Signal::advance() {
 }
 
 void Signal::wait_past(uint32_t old, int spin_us) {
-  if (value() != old) return;
-  const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us);
-  do {
+  const auto seen = [&] {
     for (int i = 0; i < 32; ++i) {
-      if (value() != old) return;
+      if (value() != old) return true;
       relax();
     }
+    return false;
+  };
+  if (seen()) return;  // most waits of a busy engine: without asking for the time
+  const auto until = std::chrono::steady_clock::now() + std::chrono::microseconds(spin_us);
+  do {
+    if (seen()) return;
   } while (std::chrono::steady_clock::now() < until);
   sleepers_.fetch_add(1, std::memory_order_seq_cst);
   while (value() == old) futex(value_, FUTEX_WAIT, old);
@@ -53,7 +58,10 @@ void Signal::wait_past(uint32_t old, int spin_us) {
 Pool::Pool(std::vector<int> cpus, bool bind_each, int spin_us)
     : cpus_(std::move(cpus)), bind_each_(bind_each), spin_us_(spin_us), owner_(getpid()) {
   try {
-    for (int i = 1; i < size(); ++i) threads_.emplace_back([this, i] { work(i); });
+    for (int i = 1; i < size(); ++i) {
+      threads_.emplace_back([this, i] { work(i); });
+      bind(i);
+    }
   } catch (const std::system_error& error) {
     const size_t started = threads_.size();
     stop();
@@ -75,21 +83,45 @@ void Pool::stop() {
   for (auto& t : threads_) t.join();
 }
 
-void Pool::work(int worker) {
+void Pool::bind(int worker) {
   cpu_set_t set;
   CPU_ZERO(&set);
   if (bind_each_) CPU_SET(cpus_[size_t(worker)], &set);
   else for (int cpu : cpus_) CPU_SET(cpu, &set);
-  // A refusal leaves the inherited mask, which is where the cpus came from.
-  pthread_setaffinity_np(pthread_self(), sizeof set, &set);
-  pthread_setname_np(pthread_self(), "lk-worker");
+  const pthread_t thread = threads_[size_t(worker) - 1].native_handle();
+  if (pthread_setaffinity_np(thread, sizeof set, &set) != 0) ++unbound_;  // it keeps the mask of its maker
+  pthread_setname_np(thread, "lk-worker");
+}
+
+void Pool::work(int worker) {
   FlushSubnormals flush;
   for (uint32_t seen = 0;; ++seen) {
     begin_.wait_past(seen, spin_us_);
     if (stop_) return;
-    entry_(context_, worker);
+    call(worker);
     if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) end_.advance();
   }
+}
+
+void Pool::call(int worker) {
+  try {
+    entry_(context_, worker);
+  } catch (const Left&) {
+  } catch (...) {
+    fail(worker);
+  }
+}
+
+void Pool::fail(int worker) {
+  {
+    const std::lock_guard held(failing_);
+    if (!error_ || worker < first_) {
+      error_ = std::current_exception();
+      first_ = worker;
+    }
+  }
+  failed_.store(true, std::memory_order_release);
+  phase_.advance();  // those who wait for this worker leave
 }
 
 void Pool::refuse_fork() const {
@@ -106,18 +138,25 @@ void Pool::start(Entry entry, const void* context) {
   context_ = context;
   running_.store(size() - 1, std::memory_order_relaxed);
   begin_.advance();
-  entry(context, 0);
+  call(0);
   end_.wait_past(end, spin_us_);
+  if (!failed_.load(std::memory_order_acquire)) return;
+  arrived_.store(0, std::memory_order_relaxed);
+  failed_.store(false, std::memory_order_relaxed);
+  std::rethrow_exception(std::exchange(error_, nullptr));
 }
 
 void Pool::barrier() {
   if (threads_.empty()) return;
   const uint32_t phase = phase_.value();
+  // The failing worker sets the flag before it advances the phase: one of the two is seen.
+  if (failed_.load(std::memory_order_acquire)) throw Left();
   if (arrived_.fetch_add(1, std::memory_order_acq_rel) + 1 == size()) {
     arrived_.store(0, std::memory_order_relaxed);
     phase_.advance();
   } else {
     phase_.wait_past(phase, spin_us_);
+    if (failed_.load(std::memory_order_acquire)) throw Left();
   }
 }
 

@@ -1,9 +1,12 @@
 // Persistent pinned worker threads with a barrier. The caller is worker 0, so an engine of n threads
-// starts n - 1. Waiting spins for a short while, then sleeps in the kernel: idle costs nothing.
+// starts n - 1. Waiting spins for a short while, then sleeps in the kernel: idle costs nothing. What a worker
+// throws is thrown by the run, and the others leave at their next barrier.
 #pragma once
 
 #include <atomic>
 #include <cstdint>
+#include <exception>
+#include <mutex>
 #include <thread>
 #include <vector>
 
@@ -31,18 +34,24 @@ class Pool {
 
   int size() const { return int(cpus_.size()); }
   const std::vector<int>& cpus() const { return cpus_; }
+  int unbound() const { return unbound_; }  // workers that the system refused to bind: they run where the process may
 
   void refuse_fork() const;  // throws in a forked child, which has the object but not the threads
 
-  // body(worker) on every worker; returns when all are done. One run at a time. Throws in a forked child.
+  // body(worker) on every worker; returns when all are done. One run at a time. Throws in a forked child, and what
+  // the lowest worker threw that threw at all; the pool is as good as new after it.
   template <class Body> void run(const Body& body) {
     start([](const void* context, int worker) { (*static_cast<const Body*>(context))(worker); }, &body);
   }
-  void barrier();  // inside a run: waits for all workers
+  void barrier();  // inside a run: waits for all workers; throws where one has failed, so keep nothing half done across it
 
  private:
   using Entry = void (*)(const void*, int);
+  struct Left {};  // what takes the others out of a run that has failed
   void start(Entry entry, const void* context);
+  void call(int worker);
+  void fail(int worker);
+  void bind(int worker);
   void work(int worker);
   void stop();
 
@@ -50,6 +59,7 @@ class Pool {
   bool bind_each_;
   int spin_us_;
   int owner_;  // process that has the threads
+  int unbound_ = 0;
   std::vector<std::thread> threads_;
   Entry entry_ = nullptr;
   const void* context_ = nullptr;
@@ -57,6 +67,10 @@ class Pool {
   alignas(64) Signal begin_;
   alignas(64) Signal end_;
   alignas(64) Signal phase_;
+  std::atomic<bool> failed_{false};
+  std::mutex failing_;
+  int first_ = 0;  // worker of error_
+  std::exception_ptr error_;
   alignas(64) std::atomic<int> running_{0};
   alignas(64) std::atomic<int> arrived_{0};
 };

@@ -205,9 +205,10 @@ def test_json_holds_the_promised_fields_beside_the_machine(tmp_path, capsys):
     for row in stored["rows"]:
         assert [name for name in PROMISED if name not in row] == []
         assert (row["hidden"], row["width"], row["experts"], row["top_k"], row["rows"]) == (64, 32, 10, 3, 1)
-    assert stored["machine"]["cpu"] == "Test CPU"
+    assert (stored["machine"]["cpu"], stored["machine"]["call_us"]) == ("Test CPU", 3.21)
     table = capsys.readouterr().out.splitlines()
-    assert sum(line.startswith("64,32,10,3") for line in table) == 3
+    assert "an empty call 3.2 µs" in table[0]
+    assert sum(line.startswith("64,32,10,3") for line in table) == len(stored["rows"])
 
 
 def test_columns_stand_under_their_headings(ext):

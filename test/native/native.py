@@ -25,11 +25,11 @@ def engine(isa: str = "", threads: int = 2):
     return made
 
 
-def build(layer: reference.Layer, isa: str = "", threads: int = 2):
-    """Packs a reference layer."""
+def build(layer: reference.Layer, isa: str = "", threads: int = 2, made: ext.Engine | None = None):
+    """Packs a reference layer, for an engine already ``made`` or one of the cached."""
     a, c = layer.activation, layer.coding
     experts = ext.Experts(
-        engine(isa, threads), c.format, len(layer.weights), layer.hidden, layer.width, a.activation,
+        made or engine(isa, threads), c.format, len(layer.weights), layer.hidden, layer.width, a.activation,
         a.alpha, a.limit, a.limit_after, a.up_bias, layer.biases is not None, c.group, c.scales, c.zeros, c.column_scales,
     )  # fmt: skip
     for e, parts in enumerate(layer.weights):

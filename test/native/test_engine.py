@@ -246,6 +246,76 @@ sys.exit(status)
     assert ended.returncode == 7, ended.stderr
 
 
+EXIT = """
+import threading, numpy as np, reference, native
+layer = reference.random_layer("bf16", 2, 256, 256, np.random.default_rng(0))
+experts = native.build(layer, threads=3)
+x, ids, w = np.zeros((512, 256), np.uint16), np.zeros((512, 1), np.int32), np.ones((512, 1), np.float32)
+called = threading.Semaphore(0)
+def calls():
+    while True:
+        native.run(experts, x, ids, w)
+        called.release()
+for _ in range(3):
+    threading.Thread(target=calls, daemon=True).start()
+for _ in range(4):
+    called.acquire()
+"""
+
+
+def test_the_interpreter_ends_quietly_while_a_daemon_thread_is_in_a_call():
+    assert [(ended.returncode, ended.stderr) for ended in (in_a_process(EXIT) for _ in range(3))] == [(0, "")] * 3
+
+
+def test_after_the_interpreter_has_begun_to_end_its_own_thread_still_calls():
+    ended = in_a_process(f"""
+import atexit
+atexit.register(lambda: print(native.run(experts, x[:1], ids[:1], w[:1]).sum()))
+{EXIT}""")
+    assert (ended.returncode, ended.stdout, ended.stderr) == (0, "0.0\n", "")
+
+
+def test_a_child_forked_while_others_call_ends_like_any_process():
+    ended = in_a_process(f"""{EXIT}
+import os, signal, sys
+for _ in range(10):
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(20)
+        sys.exit(7)
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status != 7:
+        sys.exit(f"the child ended with {{status}}")
+""")
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
+def test_workers_that_cannot_be_bound_are_counted():
+    here, nowhere = min(os.sched_getaffinity(0)), 1023
+    assert ext.Engine([here, here, here]).unbound == 0
+    assert ext.Engine([here, nowhere, here, nowhere]).unbound == 2
+    assert ext.Engine([here, nowhere], bind="node").unbound == 0  # one of the two is enough
+    layer = reference.random_layer("bf16", 2, 64, 32, np.random.default_rng(0))
+    x, ids, w = reference.to_bf16(np.ones((1, 64))), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    assert_bits_equal(run(build(layer, made=ext.Engine([here, nowhere])), x, ids, w), run(build(layer), x, ids, w))
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_an_error_in_a_worker_is_the_error_of_the_call_and_the_engine_goes_on(threads):
+    experts = ext.Experts(engine(threads=threads), "fp8", 1, 64, 320, group=32, scales="f32_shared")
+    scales = np.ones((320, 2), np.float32)
+    scales[[100, 300], 1] = 2
+    for _ in range(50):
+        with pytest.raises(ValueError) as error:
+            experts.pack_scales(0, "up", scales.ctypes.data, scales.strides[0])
+        assert "columns 96 and 100 of group 1" in str(error.value)  # the first worker's, whoever is faster
+        assert experts.pack_scales(0, "gate", np.ones((320, 2), np.float32).ctypes.data, 8) == 0
+
+
+def test_a_call_with_almost_no_work_is_timed():
+    assert 0.05 < ext.Engine([min(os.sched_getaffinity(0))]).call_us(seconds=0.01) < 1e6
+
+
 def test_threads_that_the_system_refuses_are_an_error_and_end_no_process():
     ended = in_a_process("""
 import resource, sgl_kernel_ext as ext

@@ -28,6 +28,10 @@ IDS = {torch.int32: "i32", torch.int64: "i64"}
 # How long a worker waits awake. Torch's threads want the same cores between two layers: with 200 µs each layer of a decode
 # step lost 240 µs to waiting workers, with 50 µs 60 to 80 (2 cores, 256 x 128 experts); without, waking up costs as much.
 SPIN_US = 50
+UNBOUND = (
+    "the system refused to bind {refused} of {threads} threads to their CPUs, so they run wherever it puts them and decode is "
+    "slower; let the process use these CPUs (taskset, the container's cpuset), or set LK_THREAD_BINDING=NUMA_NODE"
+)
 
 _engine: Any = None
 _engine_lock = threading.Lock()
@@ -81,6 +85,8 @@ def engine(*, rank: int = 0, ranks: int = 1) -> Any:
                 spin_us=0 if config.power_saving else SPIN_US,
                 huge=config.numa_huge,
             )
+            if _engine.unbound:
+                logger.warning("Hybrid MoE: %s", UNBOUND.format(refused=_engine.unbound, threads=_engine.threads))
         return _engine
 
 

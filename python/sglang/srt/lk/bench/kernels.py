@@ -25,6 +25,7 @@ from sglang.srt.lk.bench.cases import Shape
 READ_MEGABYTES = 256  # at least; more where the caches are larger
 READ_SECONDS = 0.3
 DOT_SECONDS = 0.2
+CALL_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -113,12 +114,22 @@ def run(ext, plan: Plan) -> Iterator[Row]:
     """Measure every case, yielding each as it is done. ``ext`` is the native extension."""
     with _on_cpu(plan.cpus[0]):
         for isa in plan.isas:
-            engine = ext.Engine(plan.cpus, isa=isa, bind=plan.bind, spin_us=plan.spin_us, huge=plan.huge)
+            engine = _engine(ext, plan, isa)
             for shape, fmt in itertools.product(plan.shapes, plan.formats):
                 layers = _layers(ext, engine, plan, fmt, shape)
                 for rows in plan.rows:
                     yield _measure(engine, plan, layers, fmt, shape, cases.tokens(rows, shape))
                 del layers
+
+
+def call_us(ext, plan: Plan) -> float:
+    """What a call costs that has almost nothing to compute: waking the threads and two barriers."""
+    with _on_cpu(plan.cpus[0]):
+        return _engine(ext, plan, plan.isas[-1]).call_us(seconds=CALL_SECONDS)
+
+
+def _engine(ext, plan: Plan, isa: str):
+    return ext.Engine(plan.cpus, isa=isa, bind=plan.bind, spin_us=plan.spin_us, huge=plan.huge)
 
 
 @contextmanager

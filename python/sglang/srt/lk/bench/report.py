@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from sglang.srt.lk import cpus, machine
+from sglang.srt.lk.bench import kernels
 from sglang.srt.lk.bench.kernels import Plan, Row
 from sglang.srt.lk.term import Style, gib, pad, ranges
 
@@ -40,6 +41,7 @@ def facts(ext, plan: Plan) -> dict:
         "memory_bytes": cpus.memory().total,
         "thp": machine.huge_pages(probe=False).mode,
         "huge": plan.huge,
+        "call_us": round(kernels.call_us(ext, plan), 2),
         "busy": machine.busy(plan.cpus),
         "kernels_abi": ext.ABI,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
@@ -54,6 +56,7 @@ def opening(found: dict, style: Style) -> list[str]:
         f"{len(found['cpus'])} threads on CPUs {ranges(found['cpus'])}",
         f"L3 {gib(found['l3_bytes'] or 0)}",
         f"2 MB pages {'on' if found['huge'] and found['thp'] != 'never' else 'off'}",
+        f"an empty call {found['call_us']:.1f} µs",
     )
     lines = [" · ".join(machine_facts), style("dim", LEGEND)]
     if (found["busy"] or 0) > 0.1:

@@ -53,10 +53,10 @@ void to_half(const float* in, uint16_t* out, int n, float scale) {
   sixteens(in, out, n, [=](const float* from, uint16_t* to) { I::store_half(to, I::mul(I::load(from), I::set1(scale))); });
 }
 
-// x = high + rest: the nearest bf16 and what it leaves.
-void split_high(typename I::F32 x, uint16_t* high) { I::store_bf16(high, x); }
+// x = high + rest: the nearest bf16 that is finite, and what it leaves.
+void split_high(typename I::F32 x, uint16_t* high) { I::store_bf16(high, Maths<I>::finite(x)); }
 void split_rest(typename I::F32 x, uint16_t* rest) {
-  I::store_bf16(rest, x);
+  split_high(x, rest);
   I::store_bf16(rest, I::fma(I::widen(rest), I::set1(-1.0f), x));
 }
 template <class In, class Load> void split_with(const In* in, uint16_t* high, uint16_t* rest, int n, const Load& load) {

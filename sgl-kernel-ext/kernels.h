@@ -101,7 +101,8 @@ struct GateUp {
   const float *gate_bias, *up_bias;        // null, or 16 values per tile
   const float* input_weight;     // null, or a factor per split row (router weight on the input)
   Activation activation;
-  uint16_t* const* out;          // row_count pointers: bf16, 16 values per tile
+  uint16_t* const* out;          // row_count pointers: bf16, 16 values per tile, zero from `width` on
+  int width;                     // true values of an output row
   int sums;                      // 0, or where the sums of the output rows begin, in values
 };
 
@@ -124,7 +125,8 @@ struct Kernels {
   const char* name;
   bool lane;                     // sums in the common order: bit-identical to every other lane ISA
   FormatKernels format[kFormats];
-  // Rows of the caller's to rows of the engine and back; any n. in = high + rest, nearly (float32) or exactly (f16).
+  // Rows of the caller's to rows of the engine and back; any n. in = high + rest, nearly (float32) or exactly (f16);
+  // infinity is the largest bf16 and infinity.
   void (*split)(const float* in, uint16_t* high, uint16_t* rest, int n);
   void (*split_half)(const uint16_t* in, uint16_t* high, uint16_t* rest, int n);
   void (*to_bf16)(const float* in, uint16_t* out, int n, float scale);

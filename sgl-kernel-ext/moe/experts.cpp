@@ -204,6 +204,7 @@ void Experts::gate_up(const Forward& call, int worker) {
     args.input_weight = call.weight_on_input ? work.schedule.weight().data() + g.begin : nullptr;
     args.activation = activation_;
     args.out = work.act_out.data() + g.begin * split;
+    args.width = shape_.width;
     args.sums = coding_.zeros ? down_.depth : 0;
     kernels_.gate_up(args);
   });

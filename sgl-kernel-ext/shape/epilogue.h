@@ -4,6 +4,7 @@
 
 template <class I> struct Maths {
   using F32 = typename I::F32;
+  static constexpr float kLargestBf16 = 0x1.fep127f;
 
   // exp(x): x = n ln2 + r with |r| <= ln2 / 2, then a degree-6 Taylor polynomial (error below 2 ulp).
   static F32 exp(F32 x) {
@@ -17,8 +18,13 @@ template <class I> struct Maths {
   }
   static F32 sigmoid(F32 x) { return I::div(I::set1(1.0f), I::add(I::set1(1.0f), exp(I::mul(x, I::set1(-1.0f))))); }
 
-  // erf, Abramowitz & Stegun 7.1.26: absolute error below 1.5e-7, far under a bf16 step.
+  // x between the largest numbers of bf16; NaN stays. Infinity less this is infinity again, so it can be split.
+  static F32 finite(F32 x) { return I::max(I::set1(-kLargestBf16), I::min(I::set1(kLargestBf16), x)); }
+
+  // erf, Abramowitz & Stegun 7.1.26: absolute error below 1.5e-7, far under a bf16 step. It is 1 from 4 on, and at
+  // infinity the formula has none.
   static F32 erf(F32 x) {
+    x = I::max(I::min(x, I::set1(8.0f)), I::set1(-8.0f));
     const F32 a = I::max(x, I::mul(x, I::set1(-1.0f)));
     const F32 t = I::div(I::set1(1.0f), I::fma(I::set1(0.3275911f), a, I::set1(1.0f)));
     F32 p = I::set1(1.061405429f);
@@ -84,18 +90,22 @@ template <class I> struct GateUpEpilogue {
     const F32 y = I::mul(gate, I::add(up, I::set1(a.up_bias)));
     const int split = args.product.split;
     uint16_t* out = args.out[row * split] + tile * lk::kColumns;
-    I::store_bf16(out, y);
-    note_sum(args.out[row * split], tile);
+    I::store_bf16(out, split == 2 ? M::finite(y) : y);
     if (split == 2) {
-      I::store_bf16(args.out[row * 2 + 1] + tile * lk::kColumns, I::fma(I::widen(out), I::set1(-1.0f), y));
-      note_sum(args.out[row * 2 + 1], tile);
+      const F32 rest = I::fma(I::widen(out), I::set1(-1.0f), y);
+      I::store_bf16(args.out[row * 2 + 1] + tile * lk::kColumns, rest);
+      finish(args.out[row * 2 + 1], tile);
     }
+    finish(args.out[row * split], tile);
   }
 
  private:
-  // A tile is as wide as a sum: kSumOf == kColumns.
-  void note_sum(uint16_t* row, int tile) const {
+  // Padding is zero, which it is not by itself where the input is infinite. A tile is as wide as a sum.
+  void finish(uint16_t* row, int tile) const {
     static_assert(lk::kSumOf == lk::kColumns);
+    const int real = args.width - tile * lk::kColumns;
+    if (real < lk::kColumns)
+      for (int c = real; c < lk::kColumns; ++c) row[tile * lk::kColumns + c] = 0;
     if (args.sums) reinterpret_cast<float*>(row + args.sums)[tile] = Maths<I>::sum(I::widen(row + tile * lk::kColumns));
   }
 };

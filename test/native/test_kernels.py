@@ -93,6 +93,92 @@ def test_nan_in_a_token_stays_nan_in_its_output_and_reaches_no_other_token(activ
     assert_bits_equal(out[[0, 2]], clean[[0, 2]])
 
 
+def infinite(kind: str, rows: int, hidden: int, rng) -> tuple[np.ndarray, np.ndarray]:
+    """Activations whose second row holds an infinity and third one of the other sign; as the kernels take them, and in float64."""
+    x = rng.standard_normal((rows, hidden)).astype({"f16": np.float16}.get(kind, np.float32))
+    x[1, 5], x[2, 7] = np.inf, -np.inf
+    if kind != "bf16":
+        return x, x.astype(np.float64)
+    bits = (x.view(np.uint32) >> 16).astype(np.uint16)
+    return bits, reference.bf16_to_f64(bits)
+
+
+def assert_same_kind(out: np.ndarray, truth: np.ndarray) -> None:
+    """NaN where the truth is NaN, infinity of its sign where it is infinite, and finite elsewhere."""
+    assert out.shape == truth.shape and out.size
+    kinds = lambda a: np.where(np.isnan(a), 2, np.where(np.isinf(a), np.sign(a), 0))
+    wrong = np.argwhere(kinds(out) != kinds(truth))
+    assert len(wrong) == 0, f"{len(wrong)} differ, the first at {wrong[0]}: {out[tuple(wrong[0])]}, expected {truth[tuple(wrong[0])]}"
+
+
+# Two terms make such a weight, and infinity times one of them is NaN where that one is zero or of the other sign.
+IN_TWO_TERMS = {name for name, c in reference.CODINGS.items() if c.format == "f16" or c.zeros}
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("coding", CODINGS)
+def test_an_infinite_input_gives_what_arithmetic_gives_in_its_token_alone(coding, isa):
+    """One column wide, so that infinity comes out, and NaN where a weight is zero; padded columns beside it make none."""
+    rng = np.random.default_rng(17)
+    for kind in ("bf16", "f16", "f32"):
+        layer = reference.random_layer(coding, 4, 40, 1, rng)
+        x, exact = infinite(kind, 4, 40, rng)
+        ids, w = np.array([[0, 1], [0, 2], [3, 1], [2, 3]], np.int32), np.ones((4, 2), np.float32)
+        with np.errstate(all="ignore"):
+            truth, _ = layer.forward(exact, ids, w)
+        out = run(build(layer, isa), x, ids, w)
+        assert not np.isfinite(truth[1:3]).any() and np.isfinite(truth[[0, 3]]).all()
+        if coding in IN_TWO_TERMS:
+            assert not np.isfinite(out[1:3]).any()
+        else:
+            assert_same_kind(out, truth)
+        clean = np.where(np.isfinite(exact), x, np.zeros((), x.dtype))
+        assert_bits_equal(out[[0, 3]], run(build(layer, isa), clean, ids, w)[[0, 3]])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("activation", [
+    reference.Activation("silu"), reference.Activation("silu", limit=7.0), reference.Activation("silu", limit=7.0, limit_after=True),
+    reference.Activation("silu", alpha=1.702, limit=7.0, up_bias=1.0), reference.Activation("gelu"),
+    reference.Activation("gelu_tanh"), reference.Activation("relu2"), reference.Activation("relu2", limit=3.0),
+], ids=lambda a: f"{a.activation}-{a.alpha}-{a.limit}-{a.limit_after}-{a.up_bias}")  # fmt: skip
+def test_infinity_passes_every_activation_as_the_reference_has_it(activation, isa):
+    rng = np.random.default_rng(19)
+    for width in (1, 40):
+        layer = reference.random_layer("bf16", 2, 40, width, rng, activation)
+        for parts in layer.weights:  # positive up and down, and one sign of the gate per expert: sums of one sign
+            for part, m in parts.items():
+                m.codes &= 0x7FFF
+                if part == "gate" and m is layer.weights[1]["gate"]:
+                    m.codes |= 0x8000
+                m.values = reference.bf16_to_f64(m.codes)
+        for kind in ("bf16", "f16", "f32"):
+            x, exact = infinite(kind, 4, 40, rng)
+            for expert in (0, 1):
+                ids, w = np.full((4, 1), expert, np.int32), np.ones((4, 1), np.float32)
+                with np.errstate(all="ignore"):
+                    truth, _ = layer.forward(exact, ids, w)
+                assert_same_kind(run(build(layer, isa), x, ids, w), truth)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_float32_activations_beyond_bf16_are_finite(isa):
+    """Both the inputs and what the activation makes of them: their nearest bf16 is infinite."""
+    largest = np.float32(3.4e38)
+    layer = reference.random_layer("bf16", 1, 32, 16, np.random.default_rng(0), reference.Activation("relu2"), bias=True)
+    for part, m in layer.weights[0].items():  # the gate is its bias of 1, so that up comes out, halved
+        m.codes[:] = 0
+        m.codes[0, 0] = {"gate": 0, "up": 0x3F80, "down": 0x3F00}[part]
+        m.values = reference.bf16_to_f64(m.codes)
+        layer.biases[0][part][:] = part == "gate"
+    x, ids, w = np.zeros((2, 32), np.float32), np.zeros((2, 1), np.int32), np.ones((2, 1), np.float32)
+    x[0, 0] = largest
+    out = run(build(layer, isa), x, ids, w)
+    assert abs(out[0, 0] - largest / 2) <= 2.0**-15 * largest
+    out[0, 0] = 0
+    assert not out.any()
+
+
 def test_a_pass_of_a_hundred_thousand_rows_of_one_expert_drops_none():
     layer = reference.random_layer("bf16", 1, 1, 1, np.random.default_rng(0))
     tokens, top_k = 4096, 64

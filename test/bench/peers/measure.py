@@ -1,0 +1,267 @@
+"""One run: every engine in a process of its own, checked first, then measured side by side.
+
+The variants of a family lie in memory together. For each number of tokens they take turns, twice, and the plain reader
+looks at the machine between any two of them: a case has the reading just before it and just after. All processes but
+the one at work are stopped, since the threads of most engines wait awake.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from . import cases, install
+from .cases import Limits, Shape, Variant
+
+HERE = Path(__file__).resolve().parent
+DOT_SECONDS = 0.3
+
+
+class PeerDied(RuntimeError):
+    """The process of an engine ended by itself."""
+
+
+class PeerRefused(RuntimeError):
+    """The engine raised; its words."""
+
+
+class Process:
+    """One engine's process, stopped except while it answers."""
+
+    def __init__(self, engine: str, threads: int, cache: Path, log: Path) -> None:
+        self.engine, self.arguments = engine, (engine, threads, cache, log)
+        self.log = log.open("ab")
+        path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+        self.child = subprocess.Popen(
+            [sys.executable, "-W", "ignore", "-m", "peers.worker", engine, str(threads), str(cache)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.log,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self.about = self.ask("about")
+
+    def ask(self, *request):
+        self.child.send_signal(signal.SIGCONT)
+        try:
+            self.child.stdin.write(json.dumps(request) + "\n")
+            self.child.stdin.flush()
+            line = self.child.stdout.readline()
+        except BrokenPipeError:
+            line = ""
+        if not line:
+            raise PeerDied(f"{self.engine}'s process ended with status {self.child.wait()} at {request[0]}; see {self.log.name}")
+        self.child.send_signal(signal.SIGSTOP)
+        answer = json.loads(line)
+        if "error" in answer:
+            raise PeerRefused(answer["error"])
+        return answer["answer"]
+
+    def close(self) -> None:
+        self.child.kill()
+        self.child.wait()
+        self.log.close()
+
+
+@dataclass(frozen=True)
+class Plan:
+    """``seconds`` is what one case may take in one of its two passes, beyond the fewest calls."""
+
+    shapes: tuple[Shape, ...]
+    tokens: tuple[int, ...]
+    families: tuple[str, ...]
+    engines: tuple[str, ...]
+    threads: int
+    cache: Path
+    log: Path
+    cache_bytes: int
+    seconds: float = 0.15
+    read_seconds: float = 0.08
+    limits: Limits = field(default_factory=Limits)
+
+
+@dataclass
+class Case:
+    """One variant at one shape and number of tokens."""
+
+    variant: Variant
+    shape: Shape
+    tokens: int
+    times: list[float] = field(default_factory=list)
+    reads: list[float] = field(default_factory=list)
+    left_out: str = ""
+
+    def row(self, dot: float) -> dict:
+        """The case as stored; rates are those of the median call, shares those of what the machine gave around it."""
+        known = {
+            "name": self.variant.name, "engine": self.variant.engine, "family": self.variant.family,
+            "format": self.variant.stored or self.variant.format, "bits": cases.bits(self.variant),
+            "hidden": self.shape.hidden, "width": self.shape.width, "experts": self.shape.experts,
+            "top_k": self.shape.top_k, "tokens": self.tokens,
+        }  # fmt: skip
+        if self.left_out or not self.times:
+            return {**known, "left_out": self.left_out or "nothing was measured"}
+        seconds, read = statistics.median(self.times), statistics.fmean(self.reads)
+        gb = cases.distinct(self.shape, self.tokens) * cases.expert_bytes(self.variant, self.shape) / seconds / 1e9
+        gflop = cases.flops(self.shape, self.tokens) / seconds / 1e9
+        quartiles = statistics.quantiles(self.times, n=4) if len(self.times) > 1 else [seconds] * 3
+        return {
+            **known, "seconds": seconds, "calls": len(self.times), "spread": (quartiles[2] - quartiles[0]) / seconds,
+            "gb_per_s": gb, "gflop_per_s": gflop, "read_gb_per_s": read, "read_ratio": gb / read, "dot_ratio": gflop / dot,
+        }  # fmt: skip
+
+
+class Run:
+    """The processes, what each variant may do here, and the cases in their order."""
+
+    def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
+        self.plan, self.say, self.flags = plan, say, install.cpu_flags()
+        self.processes: dict[str, Process] = {}
+        self.unfit: dict[str, str] = {}  # variant -> why it cannot be measured on this machine
+        self.errors: dict[str, dict] = {}
+        self.dot = 0.0
+
+    def process(self, engine: str) -> Process:
+        if engine not in self.processes:
+            self.processes[engine] = Process(engine, self.plan.threads, self.plan.cache, self.plan.log)
+        return self.processes[engine]
+
+    def restart(self, engine: str) -> None:
+        if engine in self.processes:
+            self.processes.pop(engine).close()
+
+    def close(self) -> None:
+        for engine in list(self.processes):
+            self.restart(engine)
+
+    def variants(self, family: str) -> list[Variant]:
+        return [v for v in cases.VARIANTS if v.family == family and v.engine in self.plan.engines]
+
+    def check(self) -> None:
+        """Every variant against float64 on a small case. A peer that is wrong is driven wrongly: no figure of it counts."""
+        for variant in (v for family in self.plan.families for v in self.variants(family)):
+            self.unfit[variant.name] = why = self._check(variant)
+            found = self.errors.get(variant.name, {}).get("error")
+            self.say(f"  {variant.name:20} " + (why or f"relative error {found:.1e}"))
+        self.unfit = {name: why for name, why in self.unfit.items() if why}
+
+    def _check(self, variant: Variant) -> str:
+        missing = [flag for flag in variant.needs if flag not in self.flags]
+        if missing:
+            return f"the processor lacks {', '.join(missing)}"
+        try:
+            process = self.process(variant.engine)
+            why = process.ask("offers", variant.name)
+            if why:
+                return why
+            self.errors[variant.name] = found = process.ask("check", variant.name)
+        except PeerDied as death:
+            self.restart(variant.engine)
+            return str(death)
+        except PeerRefused as refusal:
+            return str(refusal)
+        if found["error"] > found["allowed"]:
+            return f"wrong: relative error {found['error']:.1e}, {found['allowed']:.1e} allowed"
+        return ""
+
+    def measure(self) -> Iterator[Case]:
+        self.dot = self.process("lk").ask("dot", DOT_SECONDS)
+        for shape in self.plan.shapes:
+            for family in self.plan.families:
+                yield from self._family(shape, self.variants(family))
+
+    def _family(self, shape: Shape, variants: list[Variant]) -> Iterator[Case]:
+        able, rest = self._load(shape, variants)
+        yield from rest
+        last: dict[str, float] = {}  # seconds of the call with the fewer tokens before, scaled below
+        before = 0
+        for tokens in self.plan.tokens:
+            now = [Case(variant, shape, tokens) for variant in able]
+            expected = {name: seconds * growth(shape, before, tokens) for name, seconds in last.items()}
+            self._leave_out(now, expected)
+            for case in (case for case in now if case.left_out):
+                able.remove(case.variant)
+            self._turns([case for case in now if not case.left_out], expected)
+            last = {case.variant.name: statistics.median(case.times) for case in now if case.times}
+            before = tokens
+            yield from now
+        for variant in variants:
+            if variant.engine != "kt" and variant.engine in self.processes:
+                self.process(variant.engine).ask("drop", variant.name)
+        self.restart("kt")  # it keeps the memory of layers that are gone
+
+    def _load(self, shape: Shape, variants: list[Variant]) -> tuple[list[Variant], list[Case]]:
+        able, rest = [], []
+        for variant in variants:
+            why = self.unfit.get(variant.name) or variant.refuses(shape, self.flags)
+            if not why:
+                count = cases.layers(variant, shape, self.plan.cache_bytes)
+                try:
+                    self.process(variant.engine).ask("load", variant.name, [*vars(shape).values()], count)
+                except PeerRefused as refusal:
+                    why = str(refusal)
+            if why:
+                rest += [Case(variant, shape, tokens, left_out=why) for tokens in self.plan.tokens]
+            else:
+                able.append(variant)
+        return able, rest
+
+    def _leave_out(self, now: list[Case], expected: dict[str, float]) -> None:
+        peers = [expected[c.variant.name] for c in now if c.variant.engine != "lk" and c.variant.name in expected]
+        for case in now:
+            if peers and case.variant.name in expected:
+                case.left_out = cases.left_out(
+                    case.variant, case.tokens, expected[case.variant.name], min(peers), self.plan.limits
+                )
+
+    def _turns(self, now: list[Case], expected: dict[str, float]) -> None:
+        read = self._read()
+        for _ in range(2):
+            for case in now:
+                few = cases.repeats(expected.get(case.variant.name, 0.0), self.plan.seconds, self.plan.limits)
+                if few == 1 and case.times:
+                    continue
+                try:
+                    case.times += self.process(case.variant.engine).ask(
+                        "time", case.variant.name, case.tokens, few, self.plan.seconds if few > 2 else 0.0
+                    )
+                except PeerRefused as refusal:
+                    case.left_out, case.times = str(refusal), []
+                after = self._read()
+                case.reads += [read, after]
+                read = after
+
+    def _read(self) -> float:
+        return self.process("lk").ask("machine", self.plan.cache_bytes, self.plan.read_seconds)["read"]
+
+
+def growth(shape: Shape, before: int, tokens: int) -> float:
+    """How much longer a call may last with more tokens: as many more experts to read, or rows once all are read."""
+    seen = cases.distinct(shape, before)
+    return tokens / before if seen == shape.experts else cases.distinct(shape, tokens) / seen
+
+
+def facts(run: Run) -> dict:
+    """The machine and the method, as stored beside the rows."""
+    info = Path("/proc/cpuinfo").read_text().splitlines()
+    brand = next((line.split(":", 1)[1].strip() for line in info if line.startswith("model name")), "")
+    return {
+        "cpu": brand,
+        "threads": run.plan.threads,
+        "cache_bytes": run.plan.cache_bytes,
+        "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
+        "dot_gflop_per_s": run.dot,
+        "engines": {name: process.about for name, process in run.processes.items()},
+        "errors": run.errors,
+        "unfit": run.unfit,
+        "load_average": os.getloadavg()[0],
+    }

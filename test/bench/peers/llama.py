@@ -7,6 +7,7 @@ as llama.cpp has it. Weights lie in the plain buffer type or in the backend's re
 from __future__ import annotations
 
 import ctypes
+import os
 from collections.abc import Callable
 from ctypes import POINTER, c_bool, c_char_p, c_float, c_int, c_int64, c_size_t, c_void_p
 from functools import lru_cache
@@ -72,8 +73,8 @@ def _declare(library: ctypes.CDLL, functions: dict) -> None:
 
 @lru_cache(maxsize=None)
 def base(folder: Path) -> ctypes.CDLL:
-    # Global, so that the backend's library finds its symbols.
-    library = ctypes.CDLL(str(folder / "libggml-base.so.0"), mode=ctypes.RTLD_GLOBAL)
+    # Local: kt-kernel's extension has a ggml of its own, whose calls must not end up here.
+    library = ctypes.CDLL(str(folder / "libggml-base.so.0"), mode=os.RTLD_LOCAL | os.RTLD_NOW)
     _declare(library, BASE)
     return library
 
@@ -142,11 +143,22 @@ class LlamaLayer(Layer):
         sizes = {"gate": (shape.hidden, shape.width), "up": (shape.hidden, shape.width), "down": (shape.width, shape.hidden)}
         self.parts = {part: lib.ggml_new_tensor_3d(self.context, kind, *sizes[part], count) for part in PARTS}
         self.buffer = lib.ggml_backend_alloc_ctx_tensors_from_buft(self.context, native.buffers[variant.kind])
+        self._require(variant)
         for part, tensor in self.parts.items():
             codes = stacked(experts, part)
             if codes.nbytes != lib.ggml_nbytes(tensor):
                 raise ValueError(f"{variant.name}: {codes.nbytes} bytes of {part}, ggml wants {lib.ggml_nbytes(tensor)}")
             lib.ggml_backend_tensor_set(tensor, codes.ctypes.data, 0, codes.nbytes)
+
+    def _require(self, variant: Variant) -> None:
+        """Asked before the weights are given: a buffer type crashes on a type that it cannot hold."""
+        lib, probe = self.native.lib, self.native.context(8)
+        x = lib.ggml_new_tensor_3d(probe, F32, self.shape.hidden, 1, 1)
+        product = lib.ggml_mul_mat_id(probe, self.parts["up"], x, lib.ggml_new_tensor_2d(probe, I32, self.shape.top_k, 1))
+        able = lib.ggml_backend_supports_op(self.native.backend, product)
+        lib.ggml_free(probe)
+        if not able:
+            raise ValueError(f"ggml does not multiply {variant.format} experts in a {variant.kind} buffer on this processor")
 
     def bind(self, x: np.ndarray, routing: np.ndarray) -> Bound:
         return LlamaBound(self, x, routing)
@@ -182,8 +194,6 @@ class LlamaBound(Bound):
     def _graph(self, given: int, weights: int, shape: Shape, tokens: int) -> int:
         lib, context, parts = self.lib, self.context, self.layer.parts
         up = lib.ggml_mul_mat_id(context, parts["up"], given, self.ids)
-        if not lib.ggml_backend_supports_op(self.backend, up):
-            raise ValueError("the backend does not multiply this type in this buffer")
         gate = lib.ggml_mul_mat_id(context, parts["gate"], given, self.ids)
         active = lib.ggml_swiglu_split(context, gate, up)
         down = lib.ggml_mul_mat_id(context, parts["down"], active, self.ids)

@@ -182,17 +182,15 @@ class Run:
     def _family(self, shape: Shape, variants: list[Variant]) -> Iterator[Case]:
         able, rest = self._load(shape, variants)
         yield from rest
-        last: dict[str, float] = {}  # seconds of the call with the fewer tokens before, scaled below
-        before = 0
+        last: dict[str, float] = {}  # seconds of a call per token, with the fewer tokens before
         for tokens in self.plan.tokens:
             now = [Case(variant, shape, tokens) for variant in able]
-            expected = {name: seconds * growth(shape, before, tokens) for name, seconds in last.items()}
+            expected = {name: seconds * tokens for name, seconds in last.items()}  # at most
             self._leave_out(now, expected)
             for case in (case for case in now if case.left_out):
                 able.remove(case.variant)
             self._turns([case for case in now if not case.left_out], expected)
-            last = {case.variant.name: statistics.median(case.times) for case in now if case.times}
-            before = tokens
+            last = {case.variant.name: statistics.median(case.times) / tokens for case in now if case.times}
             yield from now
         for variant in variants:
             if variant.engine != "kt" and variant.engine in self.processes:
@@ -242,12 +240,6 @@ class Run:
 
     def _read(self) -> float:
         return self.process("lk").ask("machine", self.plan.cache_bytes, self.plan.read_seconds)["read"]
-
-
-def growth(shape: Shape, before: int, tokens: int) -> float:
-    """How much longer a call may last with more tokens: as many more experts to read, or rows once all are read."""
-    seen = cases.distinct(shape, before)
-    return tokens / before if seen == shape.experts else cases.distinct(shape, tokens) / seen
 
 
 def facts(run: Run) -> dict:

@@ -37,6 +37,7 @@ class Native(Engine):
         self.ext = self._load(install.kt_folder(cache) / "kt_kernel", variant)
         self.parked = threads <= FEW_CORES
         workers = threads if self.parked else threads - 1
+        self.ext.CPUInfer(1)  # for what its constructor does once: the tables of its ggml; it ends here
         self.pool = self.ext.WorkerPool(workers)
         self.park = Park(cache / "park.so") if self.parked else None
         self.ggml = llama.Quantiser(cache)
@@ -71,8 +72,7 @@ class Native(Engine):
             kept = self._pointers(config, variant, experts)
         moe = getattr(self.ext.moe, variant.kind)(config)
         self.waiting(moe.load_weights)
-        del kept
-        return KtLayer(moe, mask)
+        return KtLayer(moe, [mask, *(kept if variant.kind == "MOE" else ())])  # MOE computes from the bytes it was given
 
     def _whole(self, config, experts: list[Expert]) -> list[np.ndarray]:
         stacks = [stacked(experts, part) for part in PARTS]
@@ -175,8 +175,8 @@ class ParkedClock(Clock):
 
 
 class KtLayer(Layer):
-    def __init__(self, moe, mask: np.ndarray) -> None:
-        self.moe, self.mask = moe, mask
+    def __init__(self, moe, kept: list[np.ndarray]) -> None:
+        self.moe, self.kept = moe, kept
 
     def bind(self, x: np.ndarray, routing: np.ndarray) -> Bound:
         return KtBound(self.moe, x, routing)

@@ -26,6 +26,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--engine", action="append", choices=ENGINES, help="peers to measure beside ours (lk)")
     run.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     run.add_argument("--seconds", type=float, default=0.15, help="for one case in each of its two passes")
+    run.add_argument("--cache-mib", type=int, help="last-level cache, where the system does not say it rightly")
     run.add_argument("--check-only", action="store_true", help="compare every kernel with float64 and stop")
     run.add_argument("--json", type=Path, metavar="FILE")
     table = commands.add_parser("table", help="the tables of a stored run, as markdown")
@@ -67,7 +68,7 @@ def plan_of(options: argparse.Namespace) -> measure.Plan:
         threads=options.threads,
         cache=cache,
         log=cache / "last-run.log",
-        cache_bytes=last_level_cache(),
+        cache_bytes=options.cache_mib << 20 if options.cache_mib else last_level_cache(),
         seconds=options.seconds,
     )
 
@@ -76,15 +77,15 @@ def run(options: argparse.Namespace) -> int:
     plan, started = plan_of(options), time.monotonic()
     install.ensure(plan.cache, say)
     plan.log.write_bytes(b"")
-    made, rows = measure.Run(plan, say), []
+    made, found = measure.Run(plan, say), []
     try:
         say("each kernel against float64:")
         made.check()
         for case in [] if options.check_only else made.measure():
-            rows.append(case.row(made.dot))
-            say(report.line(rows[-1]))
+            found.append(case)
+            say(report.line(case.row(made.dot)))
             if options.json:
-                report.store(options.json, measure.facts(made), rows)
+                report.store(options.json, measure.facts(made), [done.row(made.dot) for done in found])
         say(f"{time.monotonic() - started:.0f} s; what the peers printed is in {plan.log}")
         wrong = [name for name, why in made.unfit.items() if why.startswith("wrong")]
         if wrong:
@@ -112,7 +113,7 @@ def main() -> int:
             size = install.pack(options.folder, install.cache_folder(), options.python, builds, options.extension, say)
             say(f"{options.folder}: {size / (1 << 20):.1f} MiB; there: PEERS_EXTENSION=. python3 peers run --json out.json")
         return 0
-    except (ValueError, RuntimeError, OSError) as error:
+    except (ValueError, RuntimeError, OSError, MemoryError) as error:
         print(f"peers: {error}", file=sys.stderr)
         return 2
 

@@ -154,6 +154,11 @@ def routes(shape: Shape, tokens: int, seed: int = 0) -> list[np.ndarray]:
     return [order[(np.arange(step) + call * step) % shape.experts].reshape(tokens, shape.top_k) for call in range(calls)]
 
 
+def layer_bytes(variant: Variant, shape: Shape, cache_bytes: int) -> float:
+    """Bytes of all layers that a variant keeps in memory."""
+    return layers(variant, shape, cache_bytes) * shape.experts * expert_bytes(variant, shape)
+
+
 def distinct(shape: Shape, tokens: int) -> int:
     return min(tokens * shape.top_k, shape.experts)
 
@@ -161,18 +166,21 @@ def distinct(shape: Shape, tokens: int) -> int:
 @dataclass(frozen=True)
 class Limits:
     """When a case is left out. ``behind``: from so many tokens on, a peer so many times slower than the fastest peer of
-    its family was with fewer tokens. ``once``: a call expected to last longer is measured once; ``never``: not at all."""
+    its family was with fewer tokens. A call expected to last less than ``often`` is measured eight times or more, one
+    beyond ``once`` once, one beyond ``never`` not at all."""
 
     behind: tuple[tuple[int, float], ...] = ((32, 6.0), (512, 2.5))
+    often: float = 0.3
     once: float = 3.0
     never: float = 15.0
 
 
-def repeats(expected: float, budget: float, limits: Limits) -> int:
-    """Calls of one pass (there are two) when one is expected to last ``expected`` seconds."""
+def repeats(expected: float, limits: Limits) -> int:
+    """Calls of one pass (there are two) when one is expected to last ``expected`` seconds: eight in all where that is
+    quick, four where it is not, one where it is slow."""
     if expected > limits.once:
         return 1
-    return 2 if expected * 4 > budget else 4
+    return 4 if expected < limits.often else 2
 
 
 def left_out(variant: Variant, tokens: int, expected: float, fastest: float, limits: Limits) -> str:

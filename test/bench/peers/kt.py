@@ -135,43 +135,56 @@ class Park:
     def __init__(self, file: Path) -> None:
         library = ctypes.CDLL(str(file))
         library.park_begin.argtypes = [ctypes.c_int64, ctypes.c_int64]
-        if os.sched_getscheduler(0) != os.SCHED_OTHER:
-            # Real-time workers would never let the caller in again once they wait awake.
-            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+        policy = os.sched_getscheduler(0)
+        if policy in (os.SCHED_FIFO, os.SCHED_RR):
+            # Real-time workers that wait awake would never let the caller in again; its own looks are short.
+            os.sched_setscheduler(0, policy, os.sched_param(os.sched_getparam(0).sched_priority + 1))
         error = library.park_open()
         if error:
             raise OSError(error, "park_open: no timer for the calling thread")
-        self.begin, self.end = library.park_begin, library.park_end
+        library.park_end.argtypes = [ctypes.POINTER(ctypes.c_int64)]
+        self.begin, self._end, self._blind = library.park_begin, library.park_end, ctypes.c_int64()
+
+    def end(self) -> tuple[int, float]:
+        """How often the caller slept, and how long ago the last sleep began, in seconds."""
+        sleeps = self._end(self._blind)
+        return sleeps, self._blind.value / 1e9
 
 
 class ParkedClock(Clock):
     """Guesses how long the next call lasts from those before, so that the caller sleeps for most of it.
 
-    A call that had ended before the caller woke up is no measurement: it only says that the guess was too long.
+    The first sleep ends early, then the caller looks and sleeps in turns. A call that ended in the first sleep only says that
+    the guess was too long; one that was looked at for long lost time to the looking. Neither is a measurement. The work
+    of any other ended somewhere in the last sleep: half of that is taken off.
     """
 
-    ASLEEP = 0.96  # share of the guess that is slept through
-    WOKEN = 20e-6  # a call that ends this soon after waking had ended before
+    ASLEEP = 0.93  # share of the guess that is slept through at once
+    STEP = 0.01  # of the guess, a look and a sleep in turns; at least SHORTEST, to which waking adds some 50 us
+    SHORTEST = 30e-6
+    LOOKED = 0.8  # a measured call was slept through to this share at least
 
     def __init__(self, park) -> None:
-        self.park, self.guess = park, 0.02
+        self.park, self.guess, self.missed = park, 0.02, 0
 
     def time(self, call: Callable[[], None]) -> float | None:
         sleep = self.ASLEEP * self.guess
-        arguments = int(sleep * 1e9), max(20_000, int(self.guess * 1e7))
+        arguments = int(sleep * 1e9), int(max(self.SHORTEST, self.STEP * self.guess) * 1e9)
         begin, end, now = self.park.begin, self.park.end, time.perf_counter
         start = now()
         begin(*arguments)
         call()
-        end()
-        return self.learn(sleep, now() - start)
+        sleeps, blind = end()
+        return self.learn(sleep, sleeps, now() - start - (blind / 2 if sleeps else 0))
 
-    def learn(self, sleep: float, lasted: float) -> float | None:
-        if lasted - sleep < self.WOKEN and sleep > 60e-6:
-            self.guess *= 0.85 if lasted < 1 else 0.95
+    def learn(self, sleep: float, sleeps: int, lasted: float) -> float | None:
+        if sleeps == 1:
+            self.missed += 1
+            self.guess *= 0.93 if self.missed == 1 else 0.75
             return None
-        self.guess = lasted
-        return lasted
+        self.missed, self.guess = 0, lasted
+        # Too short a guess puts nobody to sleep: then the call is as it is.
+        return lasted if sleeps == 0 or sleep >= self.LOOKED * lasted else None
 
 
 class KtLayer(Layer):

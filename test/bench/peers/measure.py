@@ -23,6 +23,7 @@ from .cases import Limits, Shape, Variant
 
 HERE = Path(__file__).resolve().parent
 DOT_SECONDS = 0.3
+ROOM = 1.4  # memory beside the weights: what they are made from, workspaces
 
 
 class PeerDied(RuntimeError):
@@ -85,7 +86,7 @@ class Plan:
     log: Path
     cache_bytes: int
     seconds: float = 0.15
-    read_seconds: float = 0.08
+    read_seconds: float = 0.06
     limits: Limits = field(default_factory=Limits)
 
 
@@ -174,8 +175,8 @@ class Run:
         return ""
 
     def measure(self) -> Iterator[Case]:
-        self.dot = self.process("lk").ask("dot", DOT_SECONDS)
         for shape in self.plan.shapes:
+            self.dot = max(self.dot, self.process("lk").ask("dot", DOT_SECONDS))
             for family in self.plan.families:
                 yield from self._family(shape, self.variants(family))
 
@@ -199,6 +200,7 @@ class Run:
 
     def _load(self, shape: Shape, variants: list[Variant]) -> tuple[list[Variant], list[Case]]:
         able, rest = [], []
+        self._require_memory(shape, [v for v in variants if v.name not in self.unfit])
         for variant in variants:
             why = self.unfit.get(variant.name) or variant.refuses(shape, self.flags)
             if not why:
@@ -213,6 +215,15 @@ class Run:
                 able.append(variant)
         return able, rest
 
+    def _require_memory(self, shape: Shape, variants: list[Variant]) -> None:
+        needed = sum(cases.layer_bytes(variant, shape, self.plan.cache_bytes) for variant in variants) * ROOM
+        free = available_bytes()
+        if needed > free:
+            raise MemoryError(
+                f"shape {shape}, {variants[0].family}: {len(variants)} kernels need {needed / 1e9:.1f} GB side by side and "
+                f"{free / 1e9:.1f} are free; name fewer with --engine or another --shape"
+            )
+
     def _leave_out(self, now: list[Case], expected: dict[str, float]) -> None:
         peers = [expected[c.variant.name] for c in now if c.variant.engine != "lk" and c.variant.name in expected]
         for case in now:
@@ -225,12 +236,12 @@ class Run:
         read = self._read()
         for _ in range(2):
             for case in now:
-                few = cases.repeats(expected.get(case.variant.name, 0.0), self.plan.seconds, self.plan.limits)
+                few = cases.repeats(expected.get(case.variant.name, 0.0), self.plan.limits)
                 if few == 1 and case.times:
                     continue
                 try:
                     case.times += self.process(case.variant.engine).ask(
-                        "time", case.variant.name, case.tokens, few, self.plan.seconds if few > 2 else 0.0
+                        "time", case.variant.name, case.tokens, few, self.plan.seconds
                     )
                 except PeerRefused as refusal:
                     case.left_out, case.times = str(refusal), []
@@ -240,6 +251,12 @@ class Run:
 
     def _read(self) -> float:
         return self.process("lk").ask("machine", self.plan.cache_bytes, self.plan.read_seconds)["read"]
+
+
+def available_bytes() -> float:
+    """Memory that can be had without swapping."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
 
 
 def facts(run: Run) -> dict:

@@ -2,7 +2,8 @@
 //
 // kt-kernel's caller waits awake for its workers. With as many workers as cores it takes their place: a call then lasts
 // multiples of a scheduler slice. A signal puts the caller to sleep until shortly before the call is expected to end,
-// then in small steps until it has ended. Between two steps it looks for kLook, which is what the workers lose.
+// then in small steps until it has ended. Between two steps it looks for as long: that is what one worker loses, and
+// time enough for what the caller does itself when the workers are done.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <signal.h>
@@ -17,10 +18,11 @@
 #define sigev_notify_thread_id _sigev_un._tid
 #endif
 
-enum { kStart = 30000, kLook = 60000 };  // ns
+enum { kStart = 30000 };  // ns
 
 static timer_t timer;
-static volatile int64_t wake_at, step;
+static volatile int64_t wake_at, step, shut;
+static volatile int sleeps;
 
 static int64_t now_ns(void) {
   struct timespec t;
@@ -38,10 +40,11 @@ static void fire_in(int64_t ns) {
 static void asleep(int number) {
   (void)number;
   const int kept = errno;
-  const int64_t now = now_ns();
+  ++sleeps;
+  const int64_t now = shut = now_ns();
   const struct timespec until = spec(wake_at > now ? wake_at : now + step);
   clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL);
-  fire_in(kLook);
+  fire_in(step);
   errno = kept;
 }
 
@@ -61,11 +64,17 @@ int park_open(void) {
   return 0;
 }
 
-// The call that starts now is expected to last `expected` ns; look again every `again` ns after that.
+// The call that starts now is expected to last `expected` ns; look and sleep in turns of `again` ns after that.
 void park_begin(int64_t expected, int64_t again) {
   wake_at = now_ns() + expected;
   step = again;
+  sleeps = 0;
   if (expected > 2 * kStart) fire_in(kStart);
 }
 
-void park_end(void) { fire_in(0); }
+// The call has ended; how often the caller slept. `blind`: ns since it last closed its eyes, so the work ended within.
+int park_end(int64_t* blind) {
+  fire_in(0);
+  *blind = now_ns() - shut;
+  return sleeps;
+}

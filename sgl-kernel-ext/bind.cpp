@@ -122,13 +122,26 @@ void check_shape(int64_t experts, int64_t hidden, int64_t width) {
     refuse("experts, hidden and width must be in 1.." + std::to_string(kMost));
 }
 
-std::shared_ptr<lk::Engine> make_engine(std::vector<int> cpus, const std::string& isa, const std::string& bind, int spin_us, bool huge) {
+void check_nodes(const std::vector<int>& nodes, size_t workers) {
+  if (!nodes.empty() && nodes.size() != workers)
+    refuse("nodes has " + std::to_string(nodes.size()) + " entries for " + std::to_string(workers) + " cpus; give one each, or none");
+  for (size_t i = 0; i < nodes.size(); ++i) {
+    if (nodes[i] < 0 || nodes[i] >= lk::kMaxNodes) refuse("node " + std::to_string(nodes[i]) + " is out of range");
+    if (i > 0 && nodes[i] != nodes[i - 1] && std::find(nodes.begin(), nodes.begin() + ptrdiff_t(i), nodes[i]) != nodes.begin() + ptrdiff_t(i))
+      refuse("the workers of node " + std::to_string(nodes[i]) + " are not neighbours; order cpus by node");
+  }
+}
+
+std::shared_ptr<lk::Engine> make_engine(std::vector<int> cpus, const std::string& isa, const std::string& bind, int spin_us, bool huge,
+                                        const std::vector<int>& nodes, bool place) {
   if (cpus.empty()) refuse("cpus is empty: an engine needs at least one");
   if (spin_us < 0) refuse("spin_us is negative");
   for (int cpu : cpus)
     if (cpu < 0 || cpu >= CPU_SETSIZE) refuse("cpu " + std::to_string(cpu) + " is out of range");
   if (bind != "core" && bind != "node") refuse("unknown bind " + bind + "; known are core, node");
-  return std::make_shared<lk::Engine>(std::move(cpus), isa, bind == "core", spin_us, huge);
+  check_nodes(nodes, cpus.size());
+  if (place && nodes.empty()) refuse("place needs the nodes to place on");
+  return std::make_shared<lk::Engine>(std::move(cpus), isa, bind == "core", spin_us, huge, nodes, place);
 }
 
 struct PyExperts {
@@ -237,11 +250,20 @@ NB_MODULE(sgl_kernel_ext, m) {
   }, "format"_a, "hidden"_a, "width"_a, "group"_a = 0, "scales"_a = "", "zeros"_a = false, "Bytes of one packed expert, padding included.");
 
   nb::class_<lk::Engine>(m, "Engine", "Worker threads, kernel table and workspace that the layers of one process share.")
-      .def(nb::new_(&make_engine), "cpus"_a, "isa"_a = "", "bind"_a = "core", "spin_us"_a = 200, "huge"_a = true)
+      .def(nb::new_(&make_engine), "cpus"_a, "isa"_a = "", "bind"_a = "core", "spin_us"_a = 200, "huge"_a = true,
+           "nodes"_a = std::vector<int>(), "place"_a = false,
+           "nodes: the NUMA node of each worker, neighbours together; every expert is split over them. place: the numbers are the "
+           "machine's, and memory is taken from them.")
       .def_prop_ro("isa", [](lk::Engine& e) { return e.kernels().name; })
       .def_prop_ro("threads", [](lk::Engine& e) { return e.pool().size(); })
       .def_prop_ro("cpus", [](lk::Engine& e) { return e.pool().cpus(); })
       .def_prop_ro("unbound", [](lk::Engine& e) { return e.pool().unbound(); })
+      .def_prop_ro("nodes", [](lk::Engine& e) {
+        std::vector<int> nodes;
+        for (const lk::Node& node : e.pool().nodes()) nodes.insert(nodes.end(), size_t(node.count), node.id);
+        return nodes;
+      }, "The NUMA node of each worker.")
+      .def_ro("unplaced", &lk::Engine::unplaced, "Why the system refuses to take memory from a node that is named; empty: it does not.")
       .def("stats", [](lk::Engine& e) {
         nb::dict d;
         d["calls"] = e.stats.calls;
@@ -274,10 +296,18 @@ NB_MODULE(sgl_kernel_ext, m) {
       .def_prop_ro("hidden", [](PyExperts& e) { return e.experts.shape().hidden; })
       .def_prop_ro("width", [](PyExperts& e) { return e.experts.shape().width; })
       .def_prop_ro("format", [](PyExperts& e) { return kFormatNames[int(e.experts.coding().format)]; })
-      .def("packed", [](PyExperts& e, int expert) {
+      .def_prop_ro("shares", [](PyExperts& e) {
+        nb::list all;
+        for (const lk::Share& s : e.experts.shares()) all.append(nb::make_tuple(s.first_tile, s.tiles, s.first_panel, s.panels));
+        return all;
+      }, "What each node holds of every expert: its first tile of gate and up and how many, its first panel of down and how many.")
+      .def("packed", [](PyExperts& e, int expert, int share) {
         e.check(expert);
-        return nb::bytes(reinterpret_cast<const char*>(e.experts.packed_expert(expert)), e.experts.expert_bytes());
-      }, "expert"_a, "A copy of one expert's packed bytes (docs/reference/packed-layout.md).")
+        const auto& all = e.experts.shares();
+        if (share < 0 || size_t(share) >= all.size()) refuse("share " + std::to_string(share) + " is outside 0.." + std::to_string(all.size() - 1));
+        const lk::Share& s = all[size_t(share)];
+        return nb::bytes(reinterpret_cast<const char*>(s.weights.data()) + size_t(expert) * s.expert_bytes, s.expert_bytes);
+      }, "expert"_a, "share"_a = 0, "A copy of one expert's packed bytes on one node (docs/reference/packed-layout.md).")
       .def("pack_codes", &PyExperts::pack_codes, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a, "word_bytes"_a = 4,
            "Packs one matrix from checkpoint rows; returns how many values are not finite. word_bytes: 4-bit codes, from one "
            "run of eight k to the next.")

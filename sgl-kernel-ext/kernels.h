@@ -60,12 +60,17 @@ constexpr PanelLayout panel_layout(const Coding& coding, int k) {
   return p;
 }
 
-// Where the parts of a packed matrix are.
+// Where the parts of a packed matrix are. What is stored may begin at a later panel than 0 (a node's share does): then
+// panel 0 would be in front of the memory, and only panels of the share may be asked for.
 struct Panels {
   uint8_t *codes, *scales, *zeros;  // of panel 0
 };
-inline Panels panels_at(uint8_t* matrix, const PanelLayout& layout, size_t panels) {
-  return {matrix, matrix + panels * layout.codes, matrix + panels * (layout.codes + layout.scales)};
+// `panels` of them, stored at `memory`, beginning with panel `first` of the matrix.
+inline Panels panels_at(uint8_t* memory, const PanelLayout& layout, size_t panels, size_t first = 0) {
+  const uintptr_t at = reinterpret_cast<uintptr_t>(memory);  // as a number: it may leave the memory
+  return {reinterpret_cast<uint8_t*>(at - first * layout.codes),
+          reinterpret_cast<uint8_t*>(at + panels * layout.codes - first * layout.scales),
+          reinterpret_cast<uint8_t*>(at + panels * (layout.codes + layout.scales) - first * layout.zeros)};
 }
 
 enum class Gate { silu, gelu, gelu_tanh, relu2 };

@@ -1,8 +1,11 @@
 #include "memory.h"
 
+#include <linux/mempolicy.h>
 #include <sys/mman.h>
+#include <sys/syscall.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <new>
 #include <utility>
 
@@ -55,6 +58,21 @@ Buffer& Buffer::operator=(Buffer&& other) noexcept {
   std::swap(data_, other.data_);
   std::swap(size_, other.size_);
   return *this;
+}
+
+int prefer_node(const Buffer& buffer, int node) {
+  if (buffer.size() == 0) return 0;
+  constexpr int kBits = 8 * sizeof(unsigned long);
+  unsigned long mask[kMaxNodes / kBits] = {};
+  mask[node / kBits] = 1ul << node % kBits;
+  // The kernel reads one bit less than it is told.
+  return syscall(SYS_mbind, buffer.data(), buffer.size(), MPOL_PREFERRED, mask, kMaxNodes + 1ul, 0) == 0 ? 0 : errno;
+}
+
+void touch(const Buffer& buffer, int part, int parts) {
+  const size_t page = size_t(sysconf(_SC_PAGESIZE)), pages = (buffer.size() + page - 1) / page;
+  for (size_t i = pages * size_t(part) / size_t(parts); i < pages * size_t(part + 1) / size_t(parts); ++i)
+    static_cast<volatile uint8_t*>(buffer.data())[i * page] = 0;
 }
 
 }  // namespace lk

@@ -7,6 +7,8 @@
 
 namespace lk {
 
+constexpr int kMaxNodes = 1024;  // NUMA nodes that Linux can be built for
+
 class Buffer {
  public:
   Buffer() = default;
@@ -25,5 +27,12 @@ class Buffer {
   uint8_t* data_ = nullptr;
   size_t size_ = 0;
 };
+
+// Asks for the buffer's memory, before it is touched, from a NUMA node; where that is full the system takes another.
+// Returns 0, or the error with which the system refuses (containers often do, and a node may not exist).
+int prefer_node(const Buffer& buffer, int node);
+
+// Writes to every page of part `part` of `parts`, so that untouched memory comes from the calling thread's node.
+void touch(const Buffer& buffer, int part, int parts);
 
 }  // namespace lk

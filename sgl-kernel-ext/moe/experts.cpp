@@ -4,6 +4,7 @@
 #include <chrono>
 #include <cstring>
 #include <stdexcept>
+#include <system_error>
 
 #include "cpu.h"
 #include "dispatch.h"
@@ -37,8 +38,9 @@ template <class T> const T* at(const void* base, ptrdiff_t bytes) {
 
 }  // namespace
 
-Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge)
-    : kernels_(select_isa(isa)), huge_(huge), pool_(std::move(cpus), bind_each, spin_us) {}
+Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge,
+               const std::vector<int>& nodes, bool place)
+    : kernels_(select_isa(isa)), huge_(huge), place_(place), pool_(std::move(cpus), nodes, bind_each, spin_us) {}
 
 std::unique_lock<std::mutex> Engine::lock() {
   pool_.refuse_fork();
@@ -106,10 +108,18 @@ Experts::Experts(std::shared_ptr<Engine> engine, Coding coding, Shape shape, Act
     : engine_(std::move(engine)), coding_(coding), shape_(shape), activation_(activation),
       kernels_(engine_->kernels().format[int(coding.format)]),
       up_(panel_layout(coding, shape.hidden)), down_(panel_layout(coding, shape.width)),
-      expert_bytes_(packed_bytes(coding, shape.hidden, shape.width)),
       x_stride_(row_stride(row_elements(up_), 2)), act_stride_(row_stride(row_elements(down_), 2)),
-      out_stride_(row_stride(round_up(shape.hidden, kColumns), 4)),
-      weights_(size_t(shape.experts) * expert_bytes_, engine_->huge()), global_(size_t(shape.experts) * 3, 1.0f) {
+      out_stride_(row_stride(round_up(shape.hidden, kColumns), 4)), global_(size_t(shape.experts) * 3, 1.0f) {
+  const int tiles = panel_count(shape.width), panels = panel_count(shape.hidden), workers = engine_->pool().size();
+  for (const Node& node : engine_->pool().nodes()) {
+    // Cut where the workers' own shares are cut: see down() and each_panel().
+    const int end = node.first + node.count, tile = tiles * node.first / workers, panel = panels * node.first / workers;
+    Share share{tile, tiles * end / workers - tile, panel, panels * end / workers - panel, 0, {}};
+    share.expert_bytes = up_.bytes(size_t(2 * share.tiles)) + down_.bytes(size_t(share.panels));
+    share.weights = Buffer(size_t(shape.experts) * share.expert_bytes, engine_->huge());
+    shares_.push_back(std::move(share));
+  }
+  if (engine_->places()) place();
   const size_t vectors = size_t(shape.experts) * size_t(2 * round_up(shape.width, kColumns) + round_up(shape.hidden, kColumns));
   if (bias) bias_.assign(vectors, 0.0f);
   if (column_scales) columns_.assign(vectors, 1.0f);
@@ -119,24 +129,47 @@ size_t Experts::packed_bytes(const Coding& coding, int hidden, int width) {
   return panel_layout(coding, hidden).bytes(up_panels(width)) + panel_layout(coding, width).bytes(size_t(panel_count(hidden)));
 }
 
-// Gate and up are one matrix, down another behind it.
-Panels Experts::packed(int expert, bool down) const {
-  uint8_t* base = weights_.data() + size_t(expert) * expert_bytes_;
-  if (down) return panels_at(base + up_.bytes(up_panels(shape_.width)), down_, size_t(panel_count(shape_.hidden)));
-  return panels_at(base, up_, up_panels(shape_.width));
+size_t Experts::bytes() const {
+  size_t all = 0;
+  for (const Share& share : shares_) all += size_t(shape_.experts) * share.expert_bytes;
+  return all;
 }
 
-Matrix Experts::matrix(int expert, Part part) const {
-  if (part == Part::down) return {packed(expert, true), 0, 1, shape_.hidden, shape_.width, down_};
-  return {packed(expert, false), part == Part::up, 2, shape_.width, shape_.hidden, up_};
+// Every node's memory from that node. Where the system does not let it be named, the node's own workers are the first to
+// touch it; the caller, who may run anywhere, only where there is nobody else.
+void Experts::place() {
+  const auto held = engine_->lock();
+  Pool& pool = engine_->pool();
+  const auto& nodes = pool.nodes();
+  for (size_t i = 0; i < nodes.size(); ++i)
+    if (const int error = prefer_node(shares_[i].weights, nodes[i].id)) engine_->unplaced = std::generic_category().message(error);
+  if (engine_->unplaced.empty()) return;
+  pool.run([&](int w) {
+    const Node& node = nodes[size_t(pool.node_of(w))];
+    const int idle = node.first == 0 && node.count > 1;
+    if (w >= node.first + idle) touch(share_of(w).weights, w - node.first - idle, node.count - idle);
+  });
+}
+
+// Gate and up are one matrix, down another behind it.
+Panels Experts::packed(const Share& share, int expert, bool down) const {
+  uint8_t* base = share.weights.data() + size_t(expert) * share.expert_bytes;
+  const size_t up_panels = size_t(2 * share.tiles);
+  if (down) return panels_at(base + up_.bytes(up_panels), down_, size_t(share.panels), size_t(share.first_panel));
+  return panels_at(base, up_, up_panels, size_t(2 * share.first_tile));
+}
+
+Matrix Experts::matrix(const Share& share, int expert, Part part) const {
+  if (part == Part::down) return {packed(share, expert, true), 0, 1, shape_.hidden, shape_.width, down_};
+  return {packed(share, expert, false), part == Part::up, 2, shape_.width, shape_.hidden, up_};
 }
 
 template <class Pack> int64_t Experts::each_panel(int expert, Part part, const Pack& pack) {
-  const Matrix m = matrix(expert, part);
-  const int panels = panel_count(m.columns), workers = engine_->pool().size();
+  const int panels = panel_count(columns(part)), workers = engine_->pool().size();
   std::vector<int64_t> bad(size_t(workers), 0);
   const auto held = engine_->lock();
   engine_->pool().run([&](int w) {
+    const Matrix m = matrix(share_of(w), expert, part);
     for (int p = panels * w / workers; p < panels * (w + 1) / workers; ++p) bad[size_t(w)] += pack(m, p);
   });
   int64_t total = 0;
@@ -190,10 +223,13 @@ void Experts::load_rows(const Forward& call, int64_t first, int begin, int end) 
 
 void Experts::gate_up(const Forward& call, int worker) {
   auto& work = engine_->work;
-  const int tiles = panel_count(shape_.width), split = split_of(call);
-  work.schedule.share(worker, engine_->pool().size(), tiles, [&](const Schedule::Group& g, int tile, int count) {
+  const int split = split_of(call);
+  const Pool& pool = engine_->pool();
+  const Node& node = pool.nodes()[size_t(pool.node_of(worker))];
+  const Share& share = share_of(worker);
+  work.schedule.share(worker - node.first, node.count, share.tiles, [&](const Schedule::Group& g, int tile, int count) {
     GateUp args;
-    args.product = {packed(g.expert, false), &up_, tile, count,
+    args.product = {packed(share, g.expert, false), &up_, share.first_tile + tile, count,
                     work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split};
     args.gate_scale = global_[size_t(g.expert) * 3];
     args.up_scale = global_[size_t(g.expert) * 3 + 1];
@@ -221,7 +257,7 @@ void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
     memset(work.out.data() + (size_t(t) * size_t(out_stride_) + size_t(begin) * kColumns) * 4, 0, size_t(end - begin) * kColumns * 4);
   for (const Schedule::Group& g : work.schedule.groups()) {
     Down args;
-    args.product = {packed(g.expert, true), &down_, begin, end - begin,
+    args.product = {packed(share_of(worker), g.expert, true), &down_, begin, end - begin,
                     work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split};
     args.scale = global_[size_t(g.expert) * 3 + 2];
     args.columns = vector(columns_, g.expert, Part::down);
@@ -290,6 +326,7 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
 void Experts::forward(const Forward& call) {
   const auto held = engine_->lock();
   const int64_t start = now_ns();
+  if (engine_->places()) engine_->pool().bring_caller();
   for (int64_t first = 0; first < call.tokens; first += kMaxTokens)
     pass(call, first, int(std::min<int64_t>(kMaxTokens, call.tokens - first)));
   ++engine_->stats.calls;

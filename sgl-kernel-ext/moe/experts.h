@@ -20,11 +20,15 @@ enum class Part { gate, up, down };
 // Everything the layers of one process share. One forward pass or packing step at a time.
 class Engine {
  public:
-  Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge);
+  // `nodes`: see Pool. `place`: they are the machine's, and weights are asked for from them; otherwise memory comes from
+  // where it is first touched.
+  Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge,
+         const std::vector<int>& nodes = {}, bool place = false);
 
   const Kernels& kernels() const { return kernels_; }
   Pool& pool() { return pool_; }
   bool huge() const { return huge_; }
+  bool places() const { return place_; }
   std::unique_lock<std::mutex> lock();  // for one call; throws in a forked child, where another thread may hold it for ever
 
   double read_gb_per_s(double megabytes, double seconds);  // a plain reader with all threads
@@ -40,10 +44,11 @@ class Engine {
   } work;
 
   struct Stats { int64_t calls = 0, tokens = 0, busy_ns = 0; } stats;
+  std::string unplaced;  // why the system refuses to take memory from a node that is named; empty: it does not
 
  private:
   const Kernels& kernels_;
-  bool huge_;
+  bool huge_, place_;
   Pool pool_;
   Buffer probe_;
   std::mutex mutex_;
@@ -64,15 +69,23 @@ struct Forward {
   bool weight_on_input;
 };
 
+// What one NUMA node holds of every expert: tiles of gate and up, panels of down. So a worker reads weights of its own
+// node only; sums over k are whole on one node, and no result depends on how many there are.
+struct Share {
+  int first_tile, tiles, first_panel, panels;
+  size_t expert_bytes;
+  Buffer weights;  // experts one after the other
+};
+
 class Experts {
  public:
   // `column_scales`: room for a factor per output column.
   Experts(std::shared_ptr<Engine> engine, Coding coding, Shape shape, Activation activation, bool bias, bool column_scales);
+  Experts(Experts&&) = default;
 
   static size_t packed_bytes(const Coding& coding, int hidden, int width);  // one expert
-  size_t bytes() const { return size_t(shape_.experts) * expert_bytes_; }
-  size_t expert_bytes() const { return expert_bytes_; }
-  const uint8_t* packed_expert(int expert) const { return weights_.data() + size_t(expert) * expert_bytes_; }
+  size_t bytes() const;
+  const std::vector<Share>& shares() const { return shares_; }  // in the order of the pool's nodes
   Shape shape() const { return shape_; }
   const Coding& coding() const { return coding_; }
 
@@ -86,8 +99,10 @@ class Experts {
   void forward(const Forward& call);
 
  private:
-  Panels packed(int expert, bool down) const;
-  Matrix matrix(int expert, Part part) const;
+  void place();
+  const Share& share_of(int worker) const { return shares_[size_t(engine_->pool().node_of(worker))]; }
+  Panels packed(const Share& share, int expert, bool down) const;
+  Matrix matrix(const Share& share, int expert, Part part) const;
   template <class Pack> int64_t each_panel(int expert, Part part, const Pack& pack);
   void pass(const Forward& call, int64_t first, int tokens);
   void load_rows(const Forward& call, int64_t first, int begin, int end);
@@ -106,9 +121,8 @@ class Experts {
   Activation activation_;
   const FormatKernels& kernels_;
   PanelLayout up_, down_;                   // of gate and up, of down
-  size_t expert_bytes_;
   int x_stride_, act_stride_, out_stride_;  // elements between rows of the workspace
-  Buffer weights_;
+  std::vector<Share> shares_;
   std::vector<float> global_;               // experts x 3
   std::vector<float> bias_, columns_;       // experts x (2 padded widths + padded hidden), or empty
 };

@@ -55,8 +55,14 @@ void Signal::wait_past(uint32_t old, int spin_us) {
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-Pool::Pool(std::vector<int> cpus, bool bind_each, int spin_us)
+Pool::Pool(std::vector<int> cpus, const std::vector<int>& nodes, bool bind_each, int spin_us)
     : cpus_(std::move(cpus)), bind_each_(bind_each), spin_us_(spin_us), owner_(getpid()) {
+  for (int i = 0; i < size(); ++i) {
+    const int id = nodes.empty() ? 0 : nodes[size_t(i)];
+    if (nodes_.empty() || nodes_.back().id != id) nodes_.push_back({id, i, 0});
+    ++nodes_.back().count;
+    node_of_.push_back(int(nodes_.size()) - 1);
+  }
   try {
     for (int i = 1; i < size(); ++i) {
       threads_.emplace_back([this, i] { work(i); });
@@ -83,11 +89,30 @@ void Pool::stop() {
   for (auto& t : threads_) t.join();
 }
 
+cpu_set_t Pool::cpus_of(const Node& node) const {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  for (int i = 0; i < node.count; ++i) CPU_SET(cpus_[size_t(node.first + i)], &set);
+  return set;
+}
+
+void Pool::bring_caller() const {
+  const cpu_set_t home = cpus_of(nodes_.front());
+  const int cpu = sched_getcpu();
+  if (cpu < 0 || CPU_ISSET(cpu, &home)) return;
+  cpu_set_t given, there;
+  if (sched_getaffinity(0, sizeof given, &given) != 0) return;
+  CPU_AND(&there, &given, &home);
+  if (CPU_COUNT(&there) == 0) return;  // pinned elsewhere by its owner
+  // The system moves a thread at once when its mask asks for it, and seldom moves it back.
+  if (sched_setaffinity(0, sizeof there, &there) == 0) sched_setaffinity(0, sizeof given, &given);
+}
+
 void Pool::bind(int worker) {
   cpu_set_t set;
   CPU_ZERO(&set);
   if (bind_each_) CPU_SET(cpus_[size_t(worker)], &set);
-  else for (int cpu : cpus_) CPU_SET(cpu, &set);
+  else set = cpus_of(nodes_[size_t(node_of(worker))]);
   const pthread_t thread = threads_[size_t(worker) - 1].native_handle();
   if (pthread_setaffinity_np(thread, sizeof set, &set) != 0) ++unbound_;  // it keeps the mask of its maker
   pthread_setname_np(thread, "lk-worker");

@@ -3,6 +3,8 @@
 // throws is thrown by the run, and the others leave at their next barrier.
 #pragma once
 
+#include <sched.h>
+
 #include <atomic>
 #include <cstdint>
 #include <exception>
@@ -24,10 +26,14 @@ class Signal {
   std::atomic<uint32_t> sleepers_{0};
 };
 
+// Workers first .. first + count - 1 run on NUMA node `id`.
+struct Node { int id, first, count; };
+
 class Pool {
  public:
-  // Worker i is bound to cpus[i] alone, or to all of `cpus` when `bind_each` is false; worker 0 is the caller and never bound.
-  Pool(std::vector<int> cpus, bool bind_each, int spin_us);
+  // Worker i runs on NUMA node nodes[i] (empty: all on node 0); the workers of a node are neighbours. It is bound to
+  // cpus[i] alone, or to all CPUs of its node when `bind_each` is false; worker 0 is the caller and never bound.
+  Pool(std::vector<int> cpus, const std::vector<int>& nodes, bool bind_each, int spin_us);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -35,6 +41,10 @@ class Pool {
   int size() const { return int(cpus_.size()); }
   const std::vector<int>& cpus() const { return cpus_; }
   int unbound() const { return unbound_; }  // workers that the system refused to bind: they run where the process may
+  const std::vector<Node>& nodes() const { return nodes_; }
+  int node_of(int worker) const { return node_of_[size_t(worker)]; }  // index of nodes()
+
+  void bring_caller() const;  // to node 0 of nodes(), where worker 0 is expected; its affinity stays what it was
 
   void refuse_fork() const;  // throws in a forked child, which has the object but not the threads
 
@@ -54,8 +64,10 @@ class Pool {
   void bind(int worker);
   void work(int worker);
   void stop();
+  cpu_set_t cpus_of(const Node& node) const;
 
-  std::vector<int> cpus_;
+  std::vector<int> cpus_, node_of_;
+  std::vector<Node> nodes_;
   bool bind_each_;
   int spin_us_;
   int owner_;  // process that has the threads

@@ -14,6 +14,7 @@
 #include <cmath>
 #include <thread>
 
+#include "bind_handover.h"
 #include "cpu.h"
 #include "dispatch.h"
 #include "moe/experts.h"
@@ -291,6 +292,7 @@ NB_MODULE(sgl_kernel_ext, m) {
            "engine"_a, "format"_a, "experts"_a, "hidden"_a, "width"_a, "activation"_a = "silu", "alpha"_a = 1.0f, "limit"_a = 0.0f,
            "limit_after"_a = false, "up_bias"_a = 0.0f, "bias"_a = false, "group"_a = 0,
            "scales"_a = "", "zeros"_a = false, "column_scales"_a = false)
+      .def_prop_ro("address", [](PyExperts& e) { return reinterpret_cast<uintptr_t>(&e.experts); }, "For Handover.add.")
       .def_prop_ro("bytes", [](PyExperts& e) { return e.experts.bytes(); })
       .def_prop_ro("experts", [](PyExperts& e) { return e.experts.shape().experts; })
       .def_prop_ro("hidden", [](PyExperts& e) { return e.experts.shape().hidden; })
@@ -322,4 +324,5 @@ NB_MODULE(sgl_kernel_ext, m) {
            "ids_dtype"_a, "w_ptr"_a, "w_row_bytes"_a, "top_k"_a, "out_ptr"_a, "out_row_bytes"_a, "out_dtype"_a, "scale"_a = 1.0f,
            "weight_on_input"_a = false,
            "out[t] = scale * sum over k of w[t, k] * expert[ids[t, k]](x[t]). Ids outside the experts add nothing.");
+  lk::bind_handover(m);
 }

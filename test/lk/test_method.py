@@ -259,13 +259,27 @@ def test_a_layer_that_was_not_loaded_is_fatal(method, monkeypatch):
     assert "not loaded to the end" in str(caught.value)
 
 
-def test_beside_a_gpu_graphs_are_off_and_it_is_said_once(method, monkeypatch, caplog):
+def test_beside_a_gpu_prefill_graphs_are_off_decode_keeps_them_and_it_is_said_once(method, monkeypatch, caplog):
     from sglang.srt import runtime_context
 
     graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="breakable"))
     monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs)))
     with caplog.at_level("INFO"):
-        method._without_graphs()
-        method._without_graphs()
-    assert graphs.decode.backend == graphs.prefill.backend == "disabled"
-    assert sum("CUDA graphs are off" in record.message for record in caplog.records) == 1
+        method._without_prefill_graphs()
+        method._without_prefill_graphs()
+    assert (graphs.decode.backend, graphs.prefill.backend) == ("full", "disabled")
+    assert sum("prefill runs without CUDA graphs" in record.message for record in caplog.records) == 1
+
+
+@pytest.mark.parametrize("decode, args, rows", [
+    (dict(max_bs=None, bs=None), dict(chunked_prefill_size=-1), 256),
+    (dict(max_bs=512, bs=[1, 512]), dict(chunked_prefill_size=-1), 512),
+    (dict(max_bs=64, bs=[1, 64]), dict(chunked_prefill_size=-1, speculative_num_draft_tokens=8), 512),
+    (dict(max_bs=64, bs=[1, 64]), dict(chunked_prefill_size=8192), 8192),
+])  # fmt: skip
+def test_buffers_hold_the_largest_captured_batch_and_one_chunk(method, monkeypatch, decode, args, rows):
+    from sglang.srt import runtime_context
+
+    graphs = SimpleNamespace(decode=SimpleNamespace(**decode))
+    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs)))
+    assert method._largest_batch(SimpleNamespace(**args)) == rows

@@ -14,6 +14,7 @@ are created. With the switch off nothing here is imported and SGLang is stock. I
 - ``loading``  experts from the checkpoint into packed panels on the host
 - ``store``    the packed experts of one layer
 - ``kernels``  tensors in, native engine calls out
+- ``handover`` rows from the GPU to the CPU experts and back, inside CUDA graphs; ``driver`` builds and launches its kernels
 - ``method``   the wrapper around SGLang's quantization method: wiring only
 - ``patches``  the few places where SGLang is changed while it runs; ``cpu_models`` has those for models on a CPU,
   ``cpu_formats`` those for quantized experts there

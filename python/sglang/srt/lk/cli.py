@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     measures = bench.add_subparsers(title="what", metavar="WHAT", required=True)
     _add_kernels(measures)
     _add_compare(measures)
+    _add_handover(measures)
     return top
 
 
@@ -112,6 +113,22 @@ def _add_compare(measures) -> None:
     compare.set_defaults(run=_compare)
 
 
+def _add_handover(measures) -> None:
+    handover = measures.add_parser(
+        "handover",
+        help="time the way from the GPU to the CPU experts and back",
+        description="Time the hand-over of a layer's rows from the GPU to the CPU and back, captured in a CUDA graph, over the "
+        "same graph without it and less what the CPU computes; by mailbox and by host functions. Needs a GPU.",
+    )
+    add = handover.add_argument
+    add("--hidden", type=int, default=2048, metavar="H", help="elements of a row, bf16 (default: 2048)")
+    add("--rows", type=int, action="append", metavar="N", help="rows of a batch, may be repeated (default: 1, 4, 32 and 256)")
+    add("--layers", type=int, default=40, metavar="N", help="layers in the graph (default: 40)")
+    add("--samples", type=int, default=9, metavar="N", help="samples whose median counts (default: 9)")
+    add("--json", type=Path, metavar="FILE", help="store the rows")
+    handover.set_defaults(run=_handover)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from sglang.srt.lk import doctor, doctor_text
 
@@ -140,6 +157,20 @@ def _kernels(arguments: argparse.Namespace) -> int:
         report.store(arguments.json, found, rows)
     if arguments.plot:
         roofline.draw(found, [row.as_dict() for row in rows], arguments.plot)
+    return 0
+
+
+def _handover(arguments: argparse.Namespace) -> int:
+    from sglang.srt.lk.bench import handover
+
+    rows = list(
+        handover.run(
+            hidden=arguments.hidden, rows=arguments.rows or [1, 4, 32, 256], layers=arguments.layers, samples=arguments.samples
+        )
+    )
+    write("\n".join(handover.lines(rows, Style.of(sys.stdout))))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     return 0
 
 

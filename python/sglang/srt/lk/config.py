@@ -32,14 +32,13 @@ PREFILL = Feature("super mix prefill on the GPU", "while LK_GPU_PREFILL_MIN_TOKE
 PLE = Feature("a bound on per-layer-embedding temporaries", "")
 NVME = Feature("tables read straight from NVMe", "while LK_NVME_DIRECT is 0")
 ENGRAM = Feature("Engram tables on NVMe", "while LK_ENGRAM_NVME is 0")
-HANDOVER = Feature("the mailbox between GPU and CPU", "with --device cpu, where the CPU experts are called directly")
 NODES = Feature(
     "weights split over NUMA nodes",
     "in this build: a panel lies on the node of the worker that packed it",
 )
 PROBE = Feature("a diagnostic of another engine", "")
 
-NOT_BUILT = frozenset({POOL, PREFILL, PLE, NVME, ENGRAM, HANDOVER, NODES, PROBE})
+NOT_BUILT = frozenset({POOL, PREFILL, PLE, NVME, ENGRAM, NODES, PROBE})
 
 # Names that were variables of Lsglang or its predecessor: accepted, without effect, with the reason said once.
 RETIRED = {
@@ -135,7 +134,7 @@ class Config:
     power_saving: bool = variable("CPU", Switch(), False,
         "Workers sleep as soon as they wait instead of spinning for a short while first.")
     hf_mbox: bool = variable("CPU", Switch(), True,
-        "Hand decode steps from the GPU to the CPU through a mailbox; `0` uses host functions.", feature=HANDOVER)
+        "Hand rows from the GPU to the CPU through a mailbox in pinned memory; `0` uses host functions, which are slower.")
 
     gpu_resident_moe_layers: LayerSet = variable("GPU-resident layers", Layers(), LayerSet(),
         "MoE layers of the main model that stay on the GPU as upstream runs them.")

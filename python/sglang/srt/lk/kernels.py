@@ -28,6 +28,7 @@ IDS = {torch.int32: "i32", torch.int64: "i64"}
 # How long a worker waits awake. Torch's threads want the same cores between two layers: with 200 µs each layer of a decode
 # step lost 240 µs to waiting workers, with 50 µs 60 to 80 (2 cores, 256 x 128 experts); without, waking up costs as much.
 SPIN_US = 50
+GPU_SPIN_US = 1000
 UNBOUND = (
     "the system refused to bind {refused} of {threads} threads to their CPUs, so they run wherever it puts them and decode is "
     "slower; let the process use these CPUs (taskset, the container's cpuset), or set LK_THREAD_BINDING=NUMA_NODE"
@@ -69,8 +70,9 @@ def extension() -> ModuleType:
     return sgl_kernel_ext
 
 
-def engine(*, rank: int = 0, ranks: int = 1) -> Any:
-    """This process's engine, on its share of the host's CPUs; the arguments count only the first time."""
+def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False) -> Any:
+    """This process's engine, on its share of the host's CPUs; the arguments count only the first time. Beside a GPU its
+    workers stay awake for as long as the GPU is likely to work on the rest of a layer or step."""
     global _engine
     with _engine_lock:
         if _engine is None:
@@ -82,7 +84,7 @@ def engine(*, rank: int = 0, ranks: int = 1) -> Any:
                 cpus=share.cpus,
                 isa=config.isa or "",
                 bind="core" if config.thread_binding == "CPU_CORE" else "node",
-                spin_us=0 if config.power_saving else SPIN_US,
+                spin_us=0 if config.power_saving else GPU_SPIN_US if gpu else SPIN_US,
                 huge=config.numa_huge,
             )
             if _engine.unbound:
@@ -110,6 +112,7 @@ class Experts:
             bias=bias,
         )
         self.hidden = hidden
+        self.width = width
         self.bytes = self.native.bytes
 
     def pack_codes(self, expert: int, part: str, rows: torch.Tensor) -> int:

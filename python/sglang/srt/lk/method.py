@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
-from sglang.srt.lk import boot, compat, formats, kernels, loading, roles
+from sglang.srt.lk import boot, compat, formats, handover, kernels, loading, roles
 from sglang.srt.lk.formats import Geometry
 from sglang.srt.lk.store import LayerStore, Progress
 
@@ -29,6 +29,7 @@ SCALE_THEMSELVES_ON_CPU = frozenset(f"sglang.srt.models.{name}" for name in ("de
 
 _progress = Progress()
 _layers: dict[roles.Key, tuple[roles.Layer, LayerStore | None]] = {}
+_handover: handover.Handover | None = None
 
 
 class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
@@ -112,11 +113,13 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
             topk = topk.to_standard(layer_id=layer.layer_id)
         if not TopKOutputChecker.format_is_standard(topk):
             raise kernels.KernelError(f"Hybrid MoE: {self.name}: routing came as {type(topk).__name__}, not as a standard top-k")
-        hidden = dispatch_output.hidden_states
-        # From a GPU the copies wait for the stream, and the result is copied back in stream order.
-        host = [tensor.to("cpu") for tensor in (hidden, topk.topk_ids, topk.topk_weights)]
-        routed = self.store.experts.forward(*host, scale=self.scale, weight_on_input=self.weight_on_input)
-        return StandardCombineInput(hidden_states=routed.to(hidden.device))
+        hidden, routing = dispatch_output.hidden_states, (topk.topk_ids, topk.topk_weights)
+        rest = {"scale": self.scale, "weight_on_input": self.weight_on_input}
+        if hidden.device.type == "cpu":
+            return StandardCombineInput(hidden_states=self.store.experts.forward(hidden, *routing, **rest))
+        if _warms_up():
+            return StandardCombineInput(hidden_states=torch.zeros_like(hidden))
+        return StandardCombineInput(hidden_states=_handover.forward(self.store.experts, hidden, *routing, name=self.name, **rest))
 
 
 def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
@@ -134,7 +137,7 @@ def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
         return base_method
     compat.check(layer=layer, name=name, method=base_method, format=format, args=args, reason=reason)
     if compat.device(args) == "cuda":
-        _without_graphs()
+        _without_prefill_graphs()
     assert format is not None, "compat.check refuses unknown formats"
     return HybridMoEMethod(base_method, name=name, format=format)
 
@@ -147,17 +150,22 @@ def _format(base_method: Any, scheme: Any) -> tuple[formats.ExpertFormat | None,
         return None, str(error)
 
 
-def _without_graphs() -> None:
-    """A captured step cannot wait for the host: beside CPU experts every step runs eagerly. Upstream reads these
-    settings after the model is built; the first layer changes them."""
+def _without_prefill_graphs() -> None:
+    """Prefill runs eagerly beside CPU experts: they take milliseconds a layer there, next to which launches cost nothing,
+    and a captured prefill would compute its padding. Upstream reads this after the model is built."""
     from sglang.srt.runtime_context import get_exec
 
-    graphs = get_exec().graph.cuda_graph_config
-    phases = [phase for phase in (graphs.decode, graphs.prefill) if phase.backend != "disabled"]
-    for phase in phases:
-        phase.backend = "disabled"
-    if phases:
-        logger.info("Hybrid MoE: CUDA graphs are off, because a captured step cannot wait for the CPU experts of this build")
+    prefill = get_exec().graph.cuda_graph_config.prefill
+    if prefill.backend != "disabled":
+        prefill.backend = "disabled"
+        logger.info("Hybrid MoE: prefill runs without CUDA graphs beside CPU experts; decode keeps them")
+
+
+def _warms_up() -> bool:
+    """Whether this is a forward that only warms a capture up: its result is dropped, so the CPU is not asked."""
+    from sglang.srt.model_executor.runner import get_is_capture_mode
+
+    return get_is_capture_mode() and not torch.cuda.is_current_stream_capturing()
 
 
 def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
@@ -178,15 +186,52 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
     layer_count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     count = {"draft_layer_count" if is_draft else "layer_count": layer_count}
     table = roles.plan([facts for facts, _ in known.values()], boot.current(), device=compat.device(_args()), **count).table()
+    stores = [store for _, store in known.values() if store is not None]
+    if stores and compat.device(_args()) == "cuda":
+        _prepare_handover(stores, [m for _, m in modules if isinstance(m.quant_method, HybridMoEMethod)])
     engine = kernels.engine()
     logger.info("%s\n  %s\n  %d threads, %s kernels", table, _progress.summary(), engine.threads, engine.isa)
+
+
+def _prepare_handover(stores: list[LayerStore], layers: list[Any]) -> None:
+    """Pinned memory for this model's requests, and one request to see that they work, before any graph is captured."""
+    global _handover
+    top_k = max(layer.top_k or 8 for layer in layers)  # where a model does not tell, larger routings only come in pieces
+    dtype = stores[0].geometry.dtype
+    sizes = handover.Sizes(
+        rows=min(_largest_batch(_args()), handover.MOST_ROWS), hidden=max(store.geometry.hidden for store in stores), top_k=top_k
+    )
+    engine = kernels.engine()
+    if _handover is None:
+        config = boot.current()
+        _handover = handover.Handover(
+            sizes=sizes,
+            device=torch.device("cuda", torch.cuda.current_device()),
+            mailbox=config.hf_mbox,
+            cpus=engine.cpus,
+            spin_us=0 if config.power_saving else 2 * kernels.GPU_SPIN_US,
+            bind=config.thread_binding == "CPU_CORE",
+        )
+        handover.watch(_handover.native, end=handover.end_server(_handover.native))
+    else:
+        _handover.reserve(sizes)
+    _handover.check(stores[0].experts, name=stores[0].name, top_k=top_k, dtype=dtype)
+
+
+def _largest_batch(args: Any) -> int:
+    """Rows of the largest batch that is captured or that a prefill brings; a larger one is handed over in pieces."""
+    from sglang.srt.runtime_context import get_exec
+
+    decode = get_exec().graph.cuda_graph_config.decode
+    requests = max([decode.max_bs or 0, *(decode.bs or ())])
+    return max(256, requests * (getattr(args, "speculative_num_draft_tokens", None) or 1), args.chunked_prefill_size or 0)
 
 
 def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geometry, bias: bool) -> LayerStore:
     activation, _ = compat.activation(layer.moe_runner_config)
     rank, ranks = _share_of_host()
     experts = kernels.Experts(
-        kernels.engine(rank=rank, ranks=ranks),
+        kernels.engine(rank=rank, ranks=ranks, gpu=compat.device(_args()) == "cuda"),
         packing=format.packing(geometry),
         experts=geometry.experts,
         hidden=geometry.hidden,

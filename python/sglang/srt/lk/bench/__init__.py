@@ -11,6 +11,7 @@ share of the machine that a kernel reaches; milliseconds of two runs are not com
 * ``report``: table and JSON.
 * ``roofline``: the picture.
 * ``compare``: two JSON files against each other.
+* ``handover``: the way from a GPU to the CPU experts and back, inside CUDA graphs.
 
-No torch in here: numpy buffers and pointers, so that the command answers at once.
+No torch in here, except where a GPU or a server is measured: numpy buffers and pointers, so that the command answers at once.
 """

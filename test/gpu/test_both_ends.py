@@ -1,0 +1,191 @@
+"""Both ends of the hand-over on a real GPU: the same bits as a direct call, eagerly, captured, padded and in pieces."""
+
+import ctypes
+import time
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("sgl_kernel_ext", reason="the extension is not built")
+pytestmark = pytest.mark.gpu
+
+import layers  # noqa: E402
+
+from sglang.srt.lk import handover, kernels  # noqa: E402
+
+EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 256, 96, 3
+NAME = "model.layers.3.mlp.experts"
+
+
+@pytest.fixture
+def make():
+    made = []
+
+    def build(*, mailbox=True, rows=64, hidden=HIDDEN):
+        engine = kernels.engine(gpu=True)
+        sizes = handover.Sizes(rows=rows, hidden=hidden, top_k=TOP_K)
+        made.append(handover.Handover(
+            sizes=sizes, device=torch.device("cuda"), mailbox=mailbox, cpus=engine.cpus, spin_us=2000
+        ))  # fmt: skip
+        return made[-1]
+
+    yield build
+    for one in made:
+        one.native.close()
+
+
+def experts(*, seed=0, hidden=HIDDEN, width=WIDTH):
+    case = layers.CASES["bf16"]
+    layer = layers.random_layer(case, experts=EXPERTS, hidden=hidden, width=width, seed=seed)
+    return layers.load(layers.empty_store(layer, case), layers.tensors(layer, case)).experts
+
+
+def batch(rows, *, dtype=torch.bfloat16, hidden=HIDDEN, seed=1, ids=torch.int32):
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn((rows, hidden), generator=generator).to(dtype)
+    chosen = torch.stack([torch.randperm(EXPERTS, generator=generator)[:TOP_K] for _ in range(rows)])
+    return x, chosen.to(ids), torch.rand((rows, TOP_K), generator=generator)
+
+
+def cuda(tensors):
+    return [tensor.cuda() for tensor in tensors]
+
+
+@pytest.mark.parametrize("mailbox", [True, False], ids=["mailbox", "host functions"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float16])
+@pytest.mark.parametrize("rows", [1, 2, 33, 200])
+def test_what_comes_back_has_the_bits_of_a_direct_call(make, rows, dtype, mailbox):
+    layer, given = experts(), batch(rows, dtype=dtype)
+    found = make(mailbox=mailbox).forward(layer, *cuda(given), name=NAME, scale=1.5)
+    assert found.dtype is dtype and torch.equal(found.cpu(), layer.forward(*given, scale=1.5))
+
+
+@pytest.mark.parametrize("hidden", [8, 40, 2048, 7168, 20480])
+def test_rows_of_every_length_come_whole(make, hidden):
+    layer, given = experts(hidden=hidden, width=32), batch(5, hidden=hidden)
+    found = make(hidden=hidden).forward(layer, *cuda(given), name=NAME)
+    assert torch.equal(found.cpu(), layer.forward(*given))
+
+
+def test_rows_may_be_any_distance_apart_and_ids_of_either_type(make):
+    layer, (x, ids, weights) = experts(), batch(7, ids=torch.int64)
+    wide, more, apart = torch.zeros(7, HIDDEN + 3), torch.zeros(7, TOP_K + 2), torch.zeros(7, TOP_K + 5)
+    wide, more, apart = wide.to(x.dtype).cuda(), more.to(ids.dtype).cuda(), apart.cuda()
+    wide[:, 1 : HIDDEN + 1], more[:, :TOP_K], apart[:, 2 : TOP_K + 2] = x.cuda(), ids.cuda(), weights.cuda()
+    found = make().forward(layer, wide[:, 1 : HIDDEN + 1], more[:, :TOP_K], apart[:, 2 : TOP_K + 2], name=NAME)
+    assert torch.equal(found.cpu(), layer.forward(x, ids, weights))
+
+
+def test_padding_comes_back_as_zeros_and_costs_the_cpu_nothing(make):
+    layer, (x, ids, weights) = experts(), batch(48)
+    ids[5:] = -1
+    x[5:] = float("nan")
+    hand = make()
+    found = hand.forward(layer, *cuda((x, ids, weights)), name=NAME).cpu()
+    assert torch.equal(found[:5], layer.forward(x[:5], ids[:5], weights[:5]))
+    assert (found[5:] == 0).all() and hand.native.stats()["rows"] == 5
+
+
+def test_a_batch_beyond_the_buffers_is_handed_over_in_pieces(make):
+    layer, given = experts(), batch(100)
+    hand = make(rows=16)
+    capacity = hand.native.capacity(hand._layer(layer, NAME, torch.bfloat16, TOP_K, 1.0, False).number)
+    found = hand.forward(layer, *cuda(given), name=NAME)
+    assert capacity < 100 and torch.equal(found.cpu(), layer.forward(*given))
+
+
+@pytest.mark.parametrize("mailbox", [True, False], ids=["mailbox", "host functions"])
+def test_a_graph_of_many_layers_replays_with_new_rows_every_time(make, mailbox):
+    hand, stack = make(mailbox=mailbox), [experts(seed=seed) for seed in range(4)]
+    x, ids, weights = cuda(batch(8))
+
+    def step():
+        y = x
+        for i, layer in enumerate(stack):
+            y = hand.forward(layer, y, ids, weights, name=f"layer {i}")
+        return y
+
+    step()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step()
+    for seed in range(20):
+        given = batch(8, seed=seed)
+        for here, new in zip((x, ids, weights), given):
+            here.copy_(new)
+        out.fill_(float("nan"))
+        graph.replay()
+        expected = given[0]
+        for layer in stack:
+            expected = layer.forward(expected, *given[1:])
+        assert torch.equal(out.cpu(), expected)
+
+
+def test_steps_queue_up_behind_each_other_without_waiting_for_the_host(make):
+    hand, layer = make(), experts()
+    given = [batch(3, seed=seed) for seed in range(50)]
+    on_gpu = [cuda(one) for one in given]
+    found = [hand.forward(layer, *one, name=NAME) for one in on_gpu]  # no synchronisation between them
+    assert all(torch.equal(out.cpu(), layer.forward(*one)) for out, one in zip(found, given))
+
+
+def test_work_on_another_stream_runs_while_the_cpu_computes(make):
+    hand, layer = make(rows=2048, hidden=1024), experts(hidden=1024, width=1024)
+    given = batch(2048, hidden=1024)
+    on_gpu, other, beside = cuda(given), torch.cuda.Stream(), torch.cuda.Event(enable_timing=True)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    hand.forward(layer, *on_gpu, name=NAME)
+    a = torch.randn(512, 512, device="cuda")
+    torch.cuda.synchronize()
+    begin.record()
+    other.wait_event(begin)
+    found = hand.forward(layer, *on_gpu, name=NAME)
+    with torch.cuda.stream(other):
+        for _ in range(10):
+            a = (a @ a).clamp(-1, 1)
+        beside.record(other)
+    end.record()
+    torch.cuda.synchronize()
+    assert begin.elapsed_time(beside) < begin.elapsed_time(end), "the other stream had to wait for the experts"
+    assert torch.equal(found.cpu(), layer.forward(*given))
+
+
+def test_an_engine_that_stalls_is_named_and_the_gpu_goes_on_without_a_result(make, monkeypatch):
+    monkeypatch.setattr(handover, "PATIENCE_MS", 200)
+    hand, layer = make(), experts()
+    hand.native.close()  # nobody answers; the watch is gone too, so the failure is the test's own
+    x = cuda(batch(2))
+    found = hand.forward(layer, *x, name=NAME)
+    time.sleep(0.2)
+    hand.native.abort()
+    torch.cuda.synchronize()
+    assert found.isnan().all()
+    assert hand.forward(layer, *x, name=NAME).isnan().all(), "once let go, the GPU waits no more"
+
+
+def test_the_gpu_has_a_limit_of_its_own_and_names_the_layer(make, monkeypatch):
+    monkeypatch.setattr(handover, "GPU_LIMIT_NS", 300_000_000)
+    hand, layer = make(), experts()
+    hand.native.close()
+    began = time.monotonic()
+    found = hand.forward(layer, *cuda(batch(2)), name=NAME)
+    torch.cuda.synchronize()
+    assert found.isnan().all() and time.monotonic() - began < 20
+    assert ctypes.c_uint64.from_address(hand.buffers.address["control"] + 128).value == 1
+
+
+def test_the_check_at_the_start_finds_a_wrong_answer(make):
+    hand, layer, other = make(), experts(seed=0), experts(seed=1)
+    hand.check(layer, name=NAME, top_k=TOP_K, dtype=torch.bfloat16)
+    hand._layers[NAME, torch.bfloat16, TOP_K] = hand._layer(other, "another", torch.bfloat16, TOP_K, 1.0, False)
+    with pytest.raises(kernels.KernelError) as error:
+        hand.check(layer, name=NAME, top_k=TOP_K, dtype=torch.bfloat16)
+    assert "differs from a direct call" in str(error.value)
+
+
+def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_padded_graph(make):
+    hand, layer = make(), experts()
+    x, ids, weights = batch(16)
+    alone = torch.cat([hand.forward(layer, *cuda((x[i : i + 1], ids[i : i + 1], weights[i : i + 1])), name=NAME) for i in range(16)])
+    assert torch.equal(hand.forward(layer, *cuda((x, ids, weights)), name=NAME), alone)

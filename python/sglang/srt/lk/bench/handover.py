@@ -39,12 +39,13 @@ def run(*, hidden: int, rows: list[int], layers: int, samples: int) -> Iterator[
     import torch
 
     from sglang.srt.lk import handover, kernels
+    from sglang.srt.lk.formats import Packing
 
     if not torch.cuda.is_available():
         raise ValueError("bench handover needs an NVIDIA GPU, and torch sees none")
     engine = kernels.engine(gpu=True)
     activation = kernels.Activation()
-    experts = kernels.Experts(engine, packing=kernels.Packing("bf16"), experts=TOP_K, hidden=hidden, width=WIDTH, activation=activation, bias=False)
+    experts = kernels.Experts(engine, packing=Packing("bf16"), experts=TOP_K, hidden=hidden, width=WIDTH, activation=activation, bias=False)
     weights = (torch.randn(hidden, hidden) * 0.02).to(torch.bfloat16)
     for expert in range(TOP_K):
         experts.pack_codes(expert, "gate", weights[:WIDTH])

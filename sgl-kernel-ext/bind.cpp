@@ -318,6 +318,8 @@ NB_MODULE(sgl_kernel_ext, m) {
       .def("pack_zeros", &PyExperts::pack_zeros, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a,
            "Packs one matrix's zero points, a byte per column and group; returns how many are above 16.")
       .def("set_column_scales", &PyExperts::column_scales, "expert"_a, "part"_a, "ptr"_a, "One float32 factor per output column.")
+      .def("repeat_first", [](PyExperts& e) { e.experts.repeat_first(); }, nb::call_guard<nb::gil_scoped_release>(),
+           "Makes every other expert a copy of expert 0, for layers of random weights.")
       .def("set_global_scale", &PyExperts::global_scale, "expert"_a, "part"_a, "value"_a)
       .def("set_bias", &PyExperts::bias, "expert"_a, "part"_a, "ptr"_a)
       .def("forward", &PyExperts::forward, "x_ptr"_a, "x_row_bytes"_a, "x_dtype"_a, "tokens"_a, "ids_ptr"_a, "ids_row_bytes"_a,

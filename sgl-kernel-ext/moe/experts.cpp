@@ -201,6 +201,19 @@ void Experts::set_column_scales(int expert, Part part, const float* values) {
   std::copy_n(values, columns(part), columns_.begin() + ptrdiff_t(vector_at(expert, part)));
 }
 
+void Experts::repeat_first() {
+  const auto held = engine_->lock();
+  const int workers = engine_->pool().size();
+  engine_->pool().run([&](int w) {
+    for (int e = 1 + w; e < shape_.experts; e += workers)
+      memcpy(weights_.data() + size_t(e) * expert_bytes_, weights_.data(), expert_bytes_);
+  });
+  for (auto* all : {&global_, &bias_, &columns_}) {
+    const size_t each = all->size() / size_t(shape_.experts);
+    for (size_t i = each; i < all->size(); ++i) (*all)[i] = (*all)[i % each];
+  }
+}
+
 // Activations of more than bf16's precision are split into two bf16 rows, high part and rest.
 int split_of(const Forward& call) { return call.x_type == Type::bf16 ? 1 : 2; }
 

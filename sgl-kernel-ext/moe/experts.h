@@ -95,6 +95,7 @@ class Experts {
   void set_global_scale(int expert, Part part, float value);
   void set_column_scales(int expert, Part part, const float* values);
   void set_bias(int expert, Part part, const float* values);
+  void repeat_first();  // every other expert becomes a copy of expert 0, with bytes of its own
 
   void forward(const Forward& call);
 

@@ -203,10 +203,12 @@ void Experts::set_column_scales(int expert, Part part, const float* values) {
 
 void Experts::repeat_first() {
   const auto held = engine_->lock();
-  const int workers = engine_->pool().size();
-  engine_->pool().run([&](int w) {
-    for (int e = 1 + w; e < shape_.experts; e += workers)
-      memcpy(weights_.data() + size_t(e) * expert_bytes_, weights_.data(), expert_bytes_);
+  Pool& pool = engine_->pool();
+  pool.run([&](int w) {
+    const Node& node = pool.nodes()[size_t(pool.node_of(w))];
+    const Share& share = share_of(w);
+    for (int e = 1 + w - node.first; e < shape_.experts; e += node.count)
+      memcpy(share.weights.data() + size_t(e) * share.expert_bytes, share.weights.data(), share.expert_bytes);
   });
   for (auto* all : {&global_, &bias_, &columns_}) {
     const size_t each = all->size() / size_t(shape_.experts);

@@ -146,6 +146,10 @@ class Experts:
         bias = _host(bias).to(torch.float32).contiguous()
         self.native.set_bias(expert, part, bias.data_ptr())
 
+    def repeat_first(self) -> None:
+        """Every other expert becomes a copy of the first, in memory of its own."""
+        self.native.repeat_first()
+
     def forward(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, *, scale: float = 1.0, weight_on_input: bool = False
     ) -> torch.Tensor:

@@ -177,8 +177,13 @@ class LayerStore:
             window = self.geometry.window(part, alone=True)
             for what in self.needs:
                 tensor = self.format.sample(what, shape(self.axes(what), window), generator)
-                for expert in range(self.geometry.experts):
-                    self.put(expert, part, what, tensor, window)
+                self.put(0, part, what, tensor, window)
+        with self._progress.packing():
+            self.experts.repeat_first()
+        for expert in range(1, self.geometry.experts):
+            for part in PARTS:
+                for what in self.needs:
+                    self._note(expert, part, what)
 
     def _note(self, expert: int, part: str, what: str) -> None:
         key = (expert, part, what)

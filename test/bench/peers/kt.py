@@ -14,6 +14,7 @@ import os
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -70,7 +71,7 @@ class Native(Engine):
             kept = self._whole(config, experts)
         else:
             kept = self._pointers(config, variant, experts)
-        moe = getattr(self.ext.moe, variant.kind)(config)
+        moe = self.waiting(lambda: getattr(self.ext.moe, variant.kind)(config))
         self.waiting(moe.load_weights)
         return KtLayer(moe, [mask, *(kept if variant.kind == "MOE" else ())])  # MOE computes from the bytes it was given
 
@@ -115,12 +116,12 @@ class Native(Engine):
             addresses[part] = 0 if scales is None else scales.ctypes.data
         return addresses
 
-    def waiting(self, call: Callable[[], None]) -> None:
+    def waiting(self, call: Callable[[], Any]) -> Any:
         """A long call: the caller looks once in a while."""
         if self.park:
             self.park.begin(10_000_000, 1_000_000)
         try:
-            call()
+            return call()
         finally:
             if self.park:
                 self.park.end()

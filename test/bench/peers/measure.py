@@ -60,12 +60,17 @@ class Process:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise PeerDied(f"{self.engine}'s process ended with status {self.child.wait()} at {request[0]}; see {self.log.name}")
+            raise PeerDied(f"{self.engine}'s process ended with status {self.child.wait()} at {request[0]}{self._last_words()}")
         self.child.send_signal(signal.SIGSTOP)
         answer = json.loads(line)
         if "error" in answer:
             raise PeerRefused(answer["error"])
         return answer["answer"]
+
+    def _last_words(self) -> str:
+        lines = Path(self.log.name).read_text(errors="replace").split("\n")
+        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
+        return f", having said: {said}" if said else ""
 
     def close(self) -> None:
         self.child.kill()
@@ -149,6 +154,7 @@ class Run:
 
     def check(self) -> None:
         """Every variant against float64 on a small case. A peer that is wrong is driven wrongly: no figure of it counts."""
+        self.process("lk")  # without ours there is nothing to compare with, so its failure ends the run here
         for variant in (v for family in self.plan.families for v in self.variants(family)):
             self.unfit[variant.name] = why = self._check(variant)
             found = self.errors.get(variant.name, {}).get("error")

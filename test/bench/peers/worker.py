@@ -6,9 +6,11 @@ answered with ``error``; one that kills the process is seen by ``measure``.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -19,6 +21,7 @@ from . import cases, engine, formats
 from .cases import Shape, Variant
 
 BY_NAME = {variant.name: variant for variant in cases.VARIANTS}
+PR_SET_PDEATHSIG = 1
 WARM_UP = 2
 MOST_MISSES = 60  # calls that taught the clock something, before it is given up
 
@@ -46,7 +49,7 @@ class Worker:
             ids = cases.routes(shape, tokens, seed=3)[0]
             bound = layer.bind(x, routing)
             bound.poison()
-            bound.at(ids)()
+            self.engine.clock().time(bound.at(ids))
             exact = formats.truth(experts, formats.from_bf16(x), ids, routing)
             worst = max(worst, formats.relative_error(bound.out(), exact))
         return {"error": worst, "allowed": chosen.error}
@@ -105,7 +108,14 @@ def _inputs(shape: Shape, tokens: int) -> tuple[np.ndarray, np.ndarray]:
     return x, routing / routing.sum(axis=1, keepdims=True)
 
 
+def end_with_parent() -> None:
+    """A stopped process outlives the one that stopped it, and its threads may wait awake."""
+    if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+
+
 def main(name: str, threads: str, cache: str) -> None:
+    end_with_parent()
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # what the peers print
     worker = Worker(name, int(threads), Path(cache))

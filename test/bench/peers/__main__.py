@@ -25,7 +25,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--family", action="append", choices=cases.FAMILIES, metavar="NAME", help=", ".join(cases.FAMILIES))
     run.add_argument("--engine", action="append", choices=ENGINES, help="peers to measure beside ours (lk)")
     run.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    run.add_argument("--seconds", type=float, default=0.15, help="for one case in each of its two passes")
+    run.add_argument("--seconds", type=float, default=0.1, help="for one case in each of its two passes")
     run.add_argument("--cache-mib", type=int, help="last-level cache, where the system does not say it rightly")
     run.add_argument("--check-only", action="store_true", help="compare every kernel with float64 and stop")
     run.add_argument("--json", type=Path, metavar="FILE")

@@ -72,7 +72,8 @@ class Engine(ABC):
         """An object with ``quantise(type, weights) -> Matrix`` for ggml's formats, where the engine has them."""
         return None
 
-    def clock(self) -> Clock:
+    def clock(self, guess: float | None) -> Clock:
+        """For one case; ``guess``: seconds that a call may last, from the case before."""
         return Clock()
 
 

@@ -126,8 +126,8 @@ class Native(Engine):
             if self.park:
                 self.park.end()
 
-    def clock(self) -> Clock:
-        return ParkedClock(self.park) if self.park else Clock()
+    def clock(self, guess: float | None) -> Clock:
+        return ParkedClock(self.park, guess) if self.park else Clock()
 
 
 class Park:
@@ -165,8 +165,8 @@ class ParkedClock(Clock):
     SHORTEST = 30e-6
     LOOKED = 0.8  # a measured call was slept through to this share at least
 
-    def __init__(self, park) -> None:
-        self.park, self.guess, self.missed = park, 0.02, 0
+    def __init__(self, park, guess: float | None = None) -> None:
+        self.park, self.guess, self.missed = park, guess or 0.02, 0
 
     def time(self, call: Callable[[], None]) -> float | None:
         sleep = self.ASLEEP * self.guess

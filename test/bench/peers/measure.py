@@ -90,7 +90,7 @@ class Plan:
     cache: Path
     log: Path
     cache_bytes: int
-    seconds: float = 0.15
+    seconds: float = 0.1
     read_seconds: float = 0.06
     limits: Limits = field(default_factory=Limits)
 

@@ -11,6 +11,7 @@ import itertools
 import json
 import os
 import signal
+import statistics
 import sys
 import time
 from pathlib import Path
@@ -22,7 +23,7 @@ from .cases import Shape, Variant
 
 BY_NAME = {variant.name: variant for variant in cases.VARIANTS}
 PR_SET_PDEATHSIG = 1
-WARM_UP = 2
+WARM_UP = {4: 2, 2: 1, 1: 0}  # calls that are not counted, by the fewest that are
 MOST_MISSES = 60  # calls that taught the clock something, before it is given up
 
 
@@ -31,6 +32,7 @@ class Worker:
         self.engine = engine.make(name, threads, cache)
         self.layers: dict[str, list[engine.Layer]] = {}
         self.shape: Shape | None = None
+        self.per_token: dict[str, float] = {}  # seconds of a call, by variant, with the number of tokens before
 
     def about(self) -> dict:
         return self.engine.about
@@ -49,7 +51,7 @@ class Worker:
             ids = cases.routes(shape, tokens, seed=3)[0]
             bound = layer.bind(x, routing)
             bound.poison()
-            self.engine.clock().time(bound.at(ids))
+            self.engine.clock(None).time(bound.at(ids))
             exact = formats.truth(experts, formats.from_bf16(x), ids, routing)
             worst = max(worst, formats.relative_error(bound.out(), exact))
         return {"error": worst, "allowed": chosen.error}
@@ -63,21 +65,23 @@ class Worker:
             one = formats.random_experts(chosen.format, self.shape, 1, seed, self.engine.quantiser(), whole=False)
             made.append(self.engine.layer(chosen, self.shape, one * self.shape.experts))
         self.layers[variant] = made
+        self.per_token.pop(variant, None)
         return time.perf_counter() - start
 
     def drop(self, variant: str) -> None:
         self.layers.pop(variant, None)
 
     def time(self, variant: str, tokens: int, repeats: int, seconds: float) -> list[float]:
-        """Seconds of single calls, at least ``repeats`` of them and as many as fit into ``seconds``."""
+        """Seconds of single calls, at least ``repeats`` (4, 2 or 1) of them and as many as fit into ``seconds``."""
         x, routing = _inputs(self.shape, tokens)
-        routes, clock = cases.routes(self.shape, tokens), self.engine.clock()
+        guess = tokens * self.per_token[variant] if variant in self.per_token else None
+        routes, clock = cases.routes(self.shape, tokens), self.engine.clock(guess)
         bound = [layer.bind(x, routing) for layer in self.layers[variant]]
         bound[-1].poison()
         # Layer by layer with the same ids, then the next ids: an expert comes again only after all others.
         calls = [layer.at(ids) for ids in routes for layer in bound]
         endless = itertools.cycle(calls)
-        for _ in range(WARM_UP if repeats > 1 else 0):
+        for _ in range(WARM_UP[repeats]):
             clock.time(next(endless))
         times, misses, start = [], 0, time.perf_counter()
         while len(times) < repeats or time.perf_counter() - start < seconds:
@@ -91,6 +95,7 @@ class Worker:
         out = bound[-1].out() if len(times) >= len(bound) else None
         if out is not None and (not np.isfinite(out).all() or not out.any(axis=1).all()):
             raise RuntimeError(f"{variant}, {tokens} tokens: the result is not finite or has empty rows")
+        self.per_token[variant] = statistics.median(times) / tokens
         return times
 
     def machine(self, cache_bytes: int, seconds: float) -> dict:

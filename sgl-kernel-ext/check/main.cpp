@@ -1,16 +1,15 @@
 // lk_selfcheck: every format on every instruction set of this machine against float64, and what results must not
 // depend on. Needs no Python, no checkpoint and no GPU.
 //
-//   lk_selfcheck [--isa NAME]... [--expect NAME] [--list]
+//   lk_selfcheck [--isa NAME]... [--format NAME]... [--expect NAME] [--list]
 //
-// Ends with "N passed, N failed" and 0 only if nothing failed; 2 for an instruction set that cannot run here.
+// --expect fails unless that instruction set is the one chosen; --list stops after the machine's facts. Ends with "N passed, N failed" and 0 only if nothing failed; 2 for an instruction set that cannot run here.
 #include <algorithm>
 #include <cstdio>
 #include <exception>
 #include <stdexcept>
 
 #include "check/driver.h"
-#include "check/pool.h"
 #include "cpu.h"
 
 namespace check {
@@ -209,7 +208,7 @@ void print_machine() {
 }
 
 struct Options {
-  std::vector<std::string> isas;
+  std::vector<std::string> isas, formats;  // empty: all
   std::string expect;
   bool list = false;
 };
@@ -221,41 +220,55 @@ Options parse(int count, char** words) {
     const bool value = i + 1 < count;
     if (word == "--list") options.list = true;
     else if (word == "--isa" && value) options.isas.push_back(words[++i]);
+    else if (word == "--format" && value) options.formats.push_back(words[++i]);
     else if (word == "--expect" && value) options.expect = words[++i];
-    else throw std::invalid_argument("unknown argument " + word + "; known are --isa NAME, --expect NAME, --list");
+    else throw std::invalid_argument("unknown argument " + word + "; known are --isa NAME, --format NAME, --expect NAME, --list");
   }
   return options;
 }
 
+bool asked(const std::vector<std::string>& names, const std::string& name) {
+  return names.empty() || std::count(names.begin(), names.end(), name) > 0;
+}
+
+// What was asked for and cannot run here is an error, not a skip.
+void refuse_unknown(const Options& options) {
+  for (const auto& isa : options.isas) lk::select_isa(isa);
+  for (const auto& name : options.formats)
+    if (std::none_of(std::begin(kForms), std::end(kForms), [&](const Form& form) { return name == form.name; }))
+      throw std::invalid_argument("unknown format " + name);
+}
+
+bool as_expected(const std::string& expected) {
+  const std::string best = lk::select_isa("").name;
+  if (expected.empty() || expected == best) return true;
+  std::printf("FAIL: %s is chosen, %s was expected\n", best.c_str(), expected.c_str());
+  return false;
+}
+
+Report check(const Form& form, const lk::Kernels& isa) {
+  Report report(std::string(form.name) + " " + isa.name);
+  check_shapes(form, isa, report);
+  check_independence(form, isa, report);
+  check_codes(form, isa, report);
+  check_nan(form, isa, report);
+  std::printf("%-8s %-12s %11d %7d  %.0f %%\n", form.name, isa.name, report.passed + report.failed, report.failed, report.worst * 100);
+  std::fflush(stdout);
+  return report;
+}
+
 int check_all(const Options& options) {
   int passed = 0, failed = 0;
-  if (!options.expect.empty()) {
-    const std::string best = lk::select_isa("").name;
-    ++(best == options.expect ? passed : failed);
-    if (best != options.expect) std::printf("FAIL: %s is chosen, %s was expected\n", best.c_str(), options.expect.c_str());
-  }
-  Report threads("threads");
-  check_pool([&](bool good, const std::string& what) { threads.expect(good, what); });
-  passed += threads.passed;
-  failed += threads.failed;
   std::printf("\n%-8s %-12s %11s %7s  %s\n", "format", "isa", "comparisons", "failed", "worst error, of what is allowed");
   for (const Form& form : kForms)
     for (const auto& isa : lk::isas()) {
-      const std::string name = isa.kernels->name;
-      const bool asked = options.isas.empty() || std::count(options.isas.begin(), options.isas.end(), name) > 0;
-      if (!asked || !isa.missing.empty()) continue;
-      Report report(std::string(form.name) + " " + name);
-      check_shapes(form, *isa.kernels, report);
-      check_independence(form, *isa.kernels, report);
-      check_codes(form, *isa.kernels, report);
-      check_nan(form, *isa.kernels, report);
-      std::printf("%-8s %-12s %11d %7d  %.0f %%\n", form.name, name.c_str(), report.passed + report.failed, report.failed, report.worst * 100);
-      std::fflush(stdout);
+      if (!isa.missing.empty() || !asked(options.isas, isa.kernels->name) || !asked(options.formats, form.name)) continue;
+      const Report report = check(form, *isa.kernels);
       passed += report.passed;
       failed += report.failed;
     }
   std::printf("\n%d passed, %d failed\n", passed, failed);
-  return failed ? 1 : 0;
+  return failed || passed == 0 ? 1 : 0;
 }
 
 }  // namespace
@@ -264,9 +277,11 @@ int check_all(const Options& options) {
 int main(int count, char** words) {
   try {
     const check::Options options = check::parse(count, words);
+    check::refuse_unknown(options);
     check::print_machine();
-    for (const auto& isa : options.isas) lk::select_isa(isa);  // one that cannot run here is an error, not a skip
-    return options.list ? 0 : check::check_all(options);
+    const bool expected = check::as_expected(options.expect);
+    const int failed = options.list ? 0 : check::check_all(options);
+    return expected ? failed : 1;
   } catch (const std::exception& error) {
     std::fprintf(stderr, "lk_selfcheck: %s\n", error.what());
     return 2;

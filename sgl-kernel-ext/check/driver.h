@@ -5,6 +5,7 @@
 
 #include <map>
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 
@@ -29,13 +30,17 @@ inline std::shared_ptr<lk::Engine> engine(const std::string& isa, int threads = 
 }
 
 inline void pack_part(lk::Experts& experts, int e, lk::Part part, const Weights& w) {
-  experts.pack_codes(e, part, w.codes.data(), w.row_bytes());
-  if (w.form.group) experts.pack_scales(e, part, w.scales.data(), ptrdiff_t(w.groups) * w.form.scale_bytes);
-  if (w.form.global) experts.set_global_scale(e, part, w.global);
+  int64_t refused = experts.pack_codes(e, part, {w.codes.data(), w.row_bytes(), 4});
+  if (w.groups) refused += experts.pack_scales(e, part, {w.scales.data(), w.scale_row_bytes(), 4});
+  if (w.coding.zeros) refused += experts.pack_zeros(e, part, {w.zeros.data(), w.groups, 4});
+  if (w.columns.size()) experts.set_column_scales(e, part, w.columns.data());
+  experts.set_global_scale(e, part, w.global);
+  if (refused) throw std::runtime_error("packing refuses values of a clean matrix");
 }
 
 inline lk::Experts pack(const Layer& layer, std::shared_ptr<lk::Engine> engine) {
-  lk::Experts experts(std::move(engine), layer.form.format, {int(layer.experts.size()), layer.hidden, layer.width}, layer.activation, layer.bias);
+  lk::Experts experts(std::move(engine), layer.form.coding, {int(layer.experts.size()), layer.hidden, layer.width}, layer.activation,
+                      layer.bias, layer.form.columns);
   for (int e = 0; e < int(layer.experts.size()); ++e) {
     const Layer::Expert& from = layer.experts[size_t(e)];
     pack_part(experts, e, lk::Part::gate, from.gate);
@@ -46,15 +51,20 @@ inline lk::Experts pack(const Layer& layer, std::shared_ptr<lk::Engine> engine) 
   return experts;
 }
 
-// Tokens first..first + count of a batch through the experts. `Out` is float, or uint16_t for bf16.
-template <class Out> Guarded<Out> run(lk::Experts& experts, const Tokens& tokens, bool float_x, int first, int count) {
-  const size_t hidden = size_t(experts.shape().hidden), top_k = size_t(tokens.top_k);
-  Guarded<uint16_t> narrow(float_x ? 0 : size_t(count) * hidden);
-  Guarded<float> wide(float_x ? size_t(count) * hidden : 0);
+inline uint32_t bits_of(lk::Type type, double value) {
+  if (type == lk::Type::f32) return scale_bits(S::f32, value);
+  if (std::isnan(value)) return type == lk::Type::bf16 ? 0x7fc0 : 0x7e00;
+  return type == lk::Type::bf16 ? to_bf16(value) : to_f16(value);
+}
+inline size_t size_of(lk::Type type) { return type == lk::Type::f32 ? 4 : 2; }
+
+// Tokens first..first + count of a batch through the experts, as bytes of type `out_type`.
+inline Guarded<uint8_t> run_raw(lk::Experts& experts, const Tokens& tokens, int first, int count, lk::Type out_type) {
+  const size_t hidden = size_t(experts.shape().hidden), top_k = size_t(tokens.top_k), element = size_of(tokens.type);
+  Guarded<uint8_t> x(size_t(count) * hidden * element);
   for (size_t i = 0; i < size_t(count) * hidden; ++i) {
-    const double value = tokens.x[size_t(first) + i / hidden][i % hidden];
-    if (float_x) wide[i] = float(value);
-    else narrow[i] = std::isnan(value) ? 0x7fc0 : to_bf16(value);
+    const uint32_t bits = bits_of(tokens.type, tokens.x[size_t(first) + i / hidden][i % hidden]);
+    memcpy(x.data() + i * element, &bits, element);
   }
   Guarded<int32_t> ids(size_t(count) * top_k);
   Guarded<float> weights(size_t(count) * top_k);
@@ -62,23 +72,40 @@ template <class Out> Guarded<Out> run(lk::Experts& experts, const Tokens& tokens
     ids[i] = tokens.ids[size_t(first) * top_k + i];
     weights[i] = tokens.weights[size_t(first) * top_k + i];
   }
-  Guarded<Out> out(size_t(count) * hidden, 0xff);  // NaN
-  const ptrdiff_t row = ptrdiff_t(hidden) * (float_x ? 4 : 2), picks = ptrdiff_t(top_k) * 4;
+  Guarded<uint8_t> out(size_t(count) * hidden * size_of(out_type), 0xff);  // NaN in every type
   lk::Forward call{};
-  call.x = float_x ? static_cast<const void*>(wide.data()) : narrow.data();
-  call.x_stride = row;
-  call.x_type = float_x ? lk::Type::f32 : lk::Type::bf16;
+  call.x = x.data();
+  call.x_stride = ptrdiff_t(hidden * element);
+  call.x_type = tokens.type;
   call.tokens = count;
-  call.routing = {ids.data(), picks, false, weights.data(), picks, tokens.top_k};
+  call.routing = {ids.data(), ptrdiff_t(top_k) * 4, false, weights.data(), ptrdiff_t(top_k) * 4, tokens.top_k};
   call.out = out.data();
-  call.out_stride = ptrdiff_t(hidden * sizeof(Out));
-  call.out_type = sizeof(Out) == 4 ? lk::Type::f32 : lk::Type::bf16;
+  call.out_stride = ptrdiff_t(hidden * size_of(out_type));
+  call.out_type = out_type;
   call.scale = tokens.scale;
   call.weight_on_input = tokens.weight_on_input;
   experts.forward(call);
   return out;
 }
 
-template <class T> bool same_bits(const Guarded<T>& a, const T* b) { return memcmp(a.data(), b, a.size() * sizeof(T)) == 0; }
+inline std::vector<float> run(lk::Experts& experts, const Tokens& tokens, int first, int count) {
+  const Guarded<uint8_t> raw = run_raw(experts, tokens, first, count, lk::Type::f32);
+  std::vector<float> out(raw.size() / 4);
+  memcpy(out.data(), raw.data(), raw.size());
+  return out;
+}
+
+// Whether an output in a narrow type is the float32 output rounded once.
+inline bool is_rounded(const std::vector<float>& full, const Guarded<uint8_t>& narrow, lk::Type type) {
+  bool same = narrow.size() == full.size() * 2;
+  for (size_t i = 0; same && i < full.size(); ++i) {
+    uint16_t bits;
+    memcpy(&bits, narrow.data() + i * 2, 2);
+    same = bits == bits_of(type, double(full[i]));
+  }
+  return same;
+}
+
+inline bool same_bits(const std::vector<float>& a, const float* b) { return memcmp(a.data(), b, a.size() * sizeof(float)) == 0; }
 
 }  // namespace check

@@ -33,15 +33,14 @@ const lk::Activation kActivations[] = {activation(lk::Gate::silu), activation(lk
                                        activation(lk::Gate::silu, 1.702f, 7, false, 1), activation(lk::Gate::gelu),
                                        activation(lk::Gate::gelu_tanh), activation(lk::Gate::relu2)};
 
-Tokens random_tokens(const Shape& shape, bool float_x, Random& random) {
-  Tokens tokens;
-  tokens.count = shape.tokens;
-  tokens.top_k = shape.top_k;
+Tokens random_tokens(const Shape& shape, lk::Type type, Random& random) {
+  Tokens tokens{shape.tokens, shape.top_k, type, {}, {}, {}};
   for (int t = 0; t < shape.tokens; ++t) {
     std::vector<double> row;
     for (int k = 0; k < shape.hidden; ++k) {
       const double value = random.normal();
-      row.push_back(float_x ? double(float(value)) : from_bf16(to_bf16(value)));
+      const uint32_t bits = bits_of(type, value);
+      row.push_back(type == lk::Type::f32 ? double(float(value)) : type == lk::Type::f16 ? from_f16(uint16_t(bits)) : from_bf16(uint16_t(bits)));
     }
     tokens.x.push_back(row);
     for (int k = 0; k < shape.top_k; ++k) {
@@ -52,27 +51,28 @@ Tokens random_tokens(const Shape& shape, bool float_x, Random& random) {
   return tokens;
 }
 
-// What was compared on one instruction set and format; the first failure of each kind is said at once.
+// What was compared on one instruction set with one format; the first failures are said at once.
 class Report {
  public:
-  explicit Report(std::string title) : title_(std::move(title)) {}
+  Report(const Form& form, const lk::Kernels& kernels) : isa(&kernels), title_(std::string(form.name) + " " + kernels.name) {}
   void expect(bool good, const std::string& what) {
     ++(good ? passed : failed);
     if (good || failed > 5) return;
     std::printf("FAIL %s: %s\n", title_.c_str(), what.c_str());
   }
-  void within(const Guarded<float>& out, const Result& truth, const std::string& what) {
+  void within(const std::vector<float>& out, const Result& truth, const std::string& what) {
     double share = 0;
-    bool good = true;
-    for (size_t i = 0; i < out.size(); ++i) {
+    bool good = out.size() == truth.value.size();
+    for (size_t i = 0; good && i < out.size(); ++i) {
       const double error = std::fabs(double(out[i]) - truth.value[i]);
-      if (!(error <= truth.bound[i])) good = false;  // NaN fails
-      share = std::fmax(share, error / truth.bound[i]);
+      share = std::isnan(error) ? INFINITY : std::fmax(share, error / truth.bound[i]);
     }
+    good &= share <= 1;
     worst = std::fmax(worst, share);
     expect(good, what + " differs from float64 by " + std::to_string(share) + " of what is allowed");
   }
 
+  const lk::Kernels* isa;
   int passed = 0, failed = 0;
   double worst = 0;  // error as a share of what is allowed
 
@@ -80,109 +80,128 @@ class Report {
   std::string title_;
 };
 
-// Edge shapes and activations, bf16 and float32 activations, against float64 and, on lane instruction sets, the scalar bits.
-void check_shapes(const Form& form, const lk::Kernels& isa, Report& report) {
-  int turn = 0;
-  for (const Shape& shape : kShapes) {
-    const bool float_x = turn % 2 == 1, bias = turn % 3 == 2;
-    Random random(uint64_t(1000 + turn));
-    Layer layer = Layer::random(form, shape.experts, shape.hidden, shape.width, kActivations[size_t(turn) % std::size(kActivations)], bias, random);
-    Tokens tokens = random_tokens(shape, float_x, random);
-    tokens.scale = turn % 4 == 3 ? 2.5f : 1.0f;
-    tokens.weight_on_input = turn % 5 == 4;
-    const std::string name = "shape " + std::to_string(shape.hidden) + " x " + std::to_string(shape.width) + ", " + std::to_string(shape.tokens) + " tokens";
-    lk::Experts experts = pack(layer, engine(isa.name));
-    const Guarded<float> out = run<float>(experts, tokens, float_x, 0, tokens.count);
-    report.within(out, forward(layer, tokens, float_x ? 0x1p-15 : 0x1p-8), name);
-    if (isa.lane) {
-      lk::Experts plain = pack(layer, engine("scalar"));
-      report.expect(same_bits(out, run<float>(plain, tokens, float_x, 0, tokens.count).data()), name + ": other bits than scalar");
-    }
-    const Guarded<uint16_t> narrow = run<uint16_t>(experts, tokens, float_x, 0, tokens.count);
-    bool rounded = true;
-    for (size_t i = 0; i < out.size(); ++i) rounded &= narrow[i] == to_bf16(double(out[i]));
-    report.expect(rounded, name + ": bf16 output is not the rounded float32 output");
-    ++turn;
+// Edge shapes, activations and types of activations against float64 and, on lane instruction sets, the scalar bits.
+void check_shape(const Form& form, int turn, std::vector<Report>& reports) {
+  const Shape& shape = kShapes[turn];
+  Random random(uint64_t(1000 + turn));
+  Layer layer = Layer::random(form, shape.experts, shape.hidden, shape.width, kActivations[size_t(turn) % std::size(kActivations)],
+                              turn % 3 == 2, random);
+  Tokens tokens = random_tokens(shape, lk::Type(turn % 3), random);
+  tokens.scale = turn % 4 == 3 ? 2.5f : 1.0f;
+  tokens.weight_on_input = turn % 5 == 4;
+  const Result truth = forward(layer, tokens);
+  const std::string name = "shape " + std::to_string(shape.hidden) + " x " + std::to_string(shape.width) + ", " + std::to_string(shape.tokens) + " tokens";
+  lk::Experts plain = pack(layer, engine("scalar"));
+  const std::vector<float> bits = run(plain, tokens, 0, tokens.count);
+  for (Report& report : reports) {
+    lk::Experts experts = pack(layer, engine(report.isa->name));
+    const std::vector<float> out = run(experts, tokens, 0, tokens.count);
+    report.within(out, truth, name);
+    if (report.isa->lane) report.expect(same_bits(out, bits.data()), name + ": other bits than scalar");
+    for (lk::Type type : {lk::Type::bf16, lk::Type::f16})
+      report.expect(is_rounded(out, run_raw(experts, tokens, 0, tokens.count, type), type), name + ": a 16-bit output is not the float32 one rounded");
   }
 }
 
 // The same bits for any number of threads, and for a token alone, in small and in large batches.
-void check_independence(const Form& form, const lk::Kernels& isa, Report& report) {
-  const Shape shape{3, 160, 112, 2, 40};
-  for (bool float_x : {false, true}) {
+void check_independence(const Form& form, Report& report) {
+  const Shape shape{3, 96, 48, 2, 24};
+  for (lk::Type type : {lk::Type::bf16, lk::Type::f32}) {
     Random random(17);
     Layer layer = Layer::random(form, shape.experts, shape.hidden, shape.width, kActivations[0], false, random);
-    const Tokens tokens = random_tokens(shape, float_x, random);
-    lk::Experts experts = pack(layer, engine(isa.name));
-    const Guarded<float> whole = run<float>(experts, tokens, float_x, 0, shape.tokens);
+    const Tokens tokens = random_tokens(shape, type, random);
+    lk::Experts experts = pack(layer, engine(report.isa->name));
+    const std::vector<float> whole = run(experts, tokens, 0, shape.tokens);
     for (int threads : {1, 3}) {
-      lk::Experts other = pack(layer, engine(isa.name, threads));
-      report.expect(same_bits(run<float>(other, tokens, float_x, 0, shape.tokens), whole.data()), "other bits with " + std::to_string(threads) + " threads");
+      lk::Experts other = pack(layer, engine(report.isa->name, threads));
+      report.expect(same_bits(run(other, tokens, 0, shape.tokens), whole.data()), "other bits with " + std::to_string(threads) + " threads");
     }
-    for (int count : {1, 2, 3, 4, 7, 25})
-      report.expect(same_bits(run<float>(experts, tokens, float_x, 11, count), whole.data() + 11 * shape.hidden),
-                    "other bits in a batch of " + std::to_string(count));
+    for (int count : {1, 2, 3, 4, 7, 12})
+      report.expect(same_bits(run(experts, tokens, 11, count), whole.data() + 11 * shape.hidden), "other bits in a batch of " + std::to_string(count));
   }
 }
 
 // A matrix whose only entries are ones on the diagonal.
 Weights identity(const Form& form, int rows, int depth) {
   Weights w(form, rows, depth);
-  const uint32_t one = form.bits == 16 ? 0x3f80 : 2;
   for (int r = 0; r < rows; ++r) {
-    if (r < depth) w.set_code(r, r, one);
-    for (int g = 0; g < w.groups; ++g) w.scale(r, g) = form.format == lk::Format::mxfp4 ? 127 : 0x38;
+    if (r < depth) w.set_code(r, r, code_of_one(form.coding.format));
+    for (int g = 0; g < w.groups; ++g) w.set_scale(r, g, scale_bits(form.coding.scale, 1));
   }
   return w;
 }
 
-// Every code under every scale comes out as it is. The gate is 1 (bias 1, relu2), the tokens are unit vectors and the
-// down matrix is the identity, so an output is one weight of the up matrix.
-void check_codes(const Form& form, const lk::Kernels& isa, Report& report) {
-  if (form.bits == 16) return;
-  const int hidden = 128, width = 128, scales = form.format == lk::Format::mxfp4 ? 240 : 0x7f, first = form.format == lk::Format::mxfp4 ? 8 : 0;
-  Layer layer{form, hidden, width, activation(lk::Gate::relu2), {}, true};
-  Weights up(form, width, hidden);
-  for (int r = 0, next = 0; r < width; ++r) {
-    for (int k = 0; k < hidden; ++k) up.set_code(r, k, uint32_t(k + r / 16) & 15);
-    for (int g = 0; g < up.groups; ++g) up.scale(r, g) = uint8_t(first + next++ % scales);
+uint32_t any_code(lk::Format format, int r, int k) {
+  const uint32_t next = uint32_t(r * 128 + k);
+  switch (format) {
+    case F::bf16: return code_of_one(format);
+    case F::f16: return (next * 4 + uint32_t(r & 3)) & (k % 2 ? 0xbfffu : 0x8fffu);  // all but infinity and NaN; many subnormal
+    case F::fp8: case F::mxfp8: return (next & 0x7f) == 0x7f ? 0 : next & 0xff;
+    default: return uint32_t(k + r / 16) & 15;
   }
-  layer.experts.push_back({Weights(form, width, hidden), std::move(up), identity(form, hidden, width), {}});
-  Layer::Expert& expert = layer.experts[0];
-  expert.bias[0].assign(size_t(width), 1.0f);
-  expert.bias[1].assign(size_t(width), 0.0f);
-  expert.bias[2].assign(size_t(hidden), 0.0f);
-  Tokens tokens;
-  tokens.count = hidden;
-  tokens.top_k = 1;
-  for (int t = 0; t < hidden; ++t) {
-    tokens.x.push_back(std::vector<double>(size_t(hidden), 0.0));
+}
+uint32_t any_scale(const lk::Coding& coding, int next) {
+  switch (coding.scale) {
+    case S::e8m0: return uint32_t(coding.format == F::mxfp8 ? 20 + next % 216 : 8 + next % 240);  // the rest overflows or vanishes
+    case S::e4m3: return uint32_t(next % 0x7f);
+    default: return scale_bits(coding.scale, std::ldexp(1.0, next % 11 - 5));
+  }
+}
+
+// One expert whose gate is 1 (bias 1, relu2) and whose down matrix is the identity: a unit vector as the token makes
+// the output a column of the up matrix.
+Layer codes_layer(const Form& form, int size) {
+  Layer layer{form, size, size, activation(lk::Gate::relu2), {}, true};
+  Weights up(form, size, size);
+  for (int r = 0; r < size; ++r) {
+    for (int k = 0; k < size; ++k) up.set_code(r, k, any_code(form.coding.format, r, k));
+    for (int g = 0; g < up.groups; ++g) {
+      const int row = form.coding.scale == S::f32_shared ? r / lk::kColumns : r;
+      up.set_scale(r, g, any_scale(form.coding, row * up.groups + g));
+      if (form.coding.zeros) up.zero(r, g) = uint8_t((r + g) % 17);
+    }
+  }
+  layer.experts.push_back({Weights(form, size, size), std::move(up), identity(form, size, size), {}});
+  for (int part = 0; part < 3; ++part) layer.experts[0].bias[part].assign(size_t(size), part == 0 ? 1.0f : 0.0f);
+  return layer;
+}
+
+// Every code under every scale comes out as it is: alone, and among other rows.
+void check_codes(const Form& form, std::vector<Report>& reports) {
+  const int size = 128;
+  Layer layer = codes_layer(form, size);
+  // f16 has more bits than a bf16 intermediate keeps; float32 activations split it in two.
+  Tokens tokens{size, 1, form.coding.format == F::f16 ? lk::Type::f32 : lk::Type::bf16, {}, {}, {}};
+  for (int t = 0; t < size; ++t) {
+    tokens.x.push_back(std::vector<double>(size_t(size), 0.0));
     tokens.x.back()[size_t(t)] = 1;
     tokens.ids.push_back(0);
     tokens.weights.push_back(1);
   }
-  lk::Experts experts = pack(layer, engine(isa.name));
-  bool good = true;
-  auto compare = [&](int at, int count) {
-    const Guarded<float> out = run<float>(experts, tokens, false, at, count);
-    for (int t = 0; t < count; ++t)
-      for (int c = 0; c < width; ++c) good &= double(out[size_t(t) * size_t(hidden) + size_t(c)]) == expert.up.values(c)[at + t];
-  };
-  compare(0, hidden);
-  for (int t = 0; t < 16; ++t) compare(t, 1);
-  report.expect(good, "a code under some scale does not decode exactly");
+  for (Report& report : reports) {
+    lk::Experts experts = pack(layer, engine(report.isa->name));
+    int wrong = 0;
+    auto compare = [&](int at, int count) {
+      const std::vector<float> out = run(experts, tokens, at, count);
+      for (int t = 0; t < count; ++t)
+        for (int c = 0; c < size; ++c) wrong += double(out[size_t(t * size + c)]) != layer.experts[0].up.values(c)[at + t];
+    };
+    compare(0, size);
+    for (int t = 0; t < 16; ++t) compare(t, 1);
+    report.expect(wrong == 0, std::to_string(wrong) + " codes under some scale do not decode exactly");
+  }
 }
 
-void check_nan(const Form& form, const lk::Kernels& isa, Report& report) {
+void check_nan(const Form& form, Report& report) {
   const Shape shape{2, 64, 32, 2, 3};
   Random random(13);
   Layer layer = Layer::random(form, shape.experts, shape.hidden, shape.width, kActivations[3], false, random);
-  Tokens tokens = random_tokens(shape, false, random);
+  Tokens tokens = random_tokens(shape, lk::Type::bf16, random);
   std::fill(tokens.ids.begin(), tokens.ids.end(), 1);
-  lk::Experts experts = pack(layer, engine(isa.name));
-  const Guarded<float> clean = run<float>(experts, tokens, false, 0, 3);
+  lk::Experts experts = pack(layer, engine(report.isa->name));
+  const std::vector<float> clean = run(experts, tokens, 0, 3);
   tokens.x[1][5] = std::nan("");
-  const Guarded<float> out = run<float>(experts, tokens, false, 0, 3);
+  const std::vector<float> out = run(experts, tokens, 0, 3);
   bool shown = true, others = true;
   for (size_t h = 0; h < 64; ++h) {
     shown &= std::isnan(out[64 + h]);
@@ -227,15 +246,16 @@ Options parse(int count, char** words) {
   return options;
 }
 
+// "fp8" asks for all of fp8_channel, fp8_block128, ...
 bool asked(const std::vector<std::string>& names, const std::string& name) {
-  return names.empty() || std::count(names.begin(), names.end(), name) > 0;
+  return names.empty() || std::any_of(names.begin(), names.end(), [&](const std::string& n) { return n == name || name.rfind(n + "_", 0) == 0; });
 }
 
 // What was asked for and cannot run here is an error, not a skip.
 void refuse_unknown(const Options& options) {
   for (const auto& isa : options.isas) lk::select_isa(isa);
   for (const auto& name : options.formats)
-    if (std::none_of(std::begin(kForms), std::end(kForms), [&](const Form& form) { return name == form.name; }))
+    if (std::none_of(std::begin(kForms), std::end(kForms), [&](const Form& form) { return asked({name}, form.name); }))
       throw std::invalid_argument("unknown format " + name);
 }
 
@@ -246,27 +266,34 @@ bool as_expected(const std::string& expected) {
   return false;
 }
 
-Report check(const Form& form, const lk::Kernels& isa) {
-  Report report(std::string(form.name) + " " + isa.name);
-  check_shapes(form, isa, report);
-  check_independence(form, isa, report);
-  check_codes(form, isa, report);
-  check_nan(form, isa, report);
-  std::printf("%-8s %-12s %11d %7d  %.0f %%\n", form.name, isa.name, report.passed + report.failed, report.failed, report.worst * 100);
+std::vector<Report> check(const Form& form, const Options& options) {
+  std::vector<Report> reports;
+  for (const auto& isa : lk::isas()) {
+    const std::string name = isa.kernels->name;
+    const bool named = std::count(options.isas.begin(), options.isas.end(), name) > 0;
+    if (isa.missing.empty() && (options.isas.empty() || named)) reports.emplace_back(form, *isa.kernels);
+  }
+  for (int turn = 0; turn < int(std::size(kShapes)); ++turn) check_shape(form, turn, reports);
+  check_codes(form, reports);
+  for (Report& report : reports) {
+    check_independence(form, report);
+    check_nan(form, report);
+    std::printf("%-20s %-12s %11d %7d  %.0f %%\n", form.name, report.isa->name, report.passed + report.failed, report.failed, report.worst * 100);
+  }
   std::fflush(stdout);
-  return report;
+  return reports;
 }
 
 int check_all(const Options& options) {
   int passed = 0, failed = 0;
-  std::printf("\n%-8s %-12s %11s %7s  %s\n", "format", "isa", "comparisons", "failed", "worst error, of what is allowed");
-  for (const Form& form : kForms)
-    for (const auto& isa : lk::isas()) {
-      if (!isa.missing.empty() || !asked(options.isas, isa.kernels->name) || !asked(options.formats, form.name)) continue;
-      const Report report = check(form, *isa.kernels);
+  std::printf("\n%-20s %-12s %11s %7s  %s\n", "format", "isa", "comparisons", "failed", "worst error, of what is allowed");
+  for (const Form& form : kForms) {
+    if (!asked(options.formats, form.name)) continue;
+    for (const Report& report : check(form, options)) {
       passed += report.passed;
       failed += report.failed;
     }
+  }
   std::printf("\n%d passed, %d failed\n", passed, failed);
   return failed || passed == 0 ? 1 : 0;
 }

@@ -50,6 +50,13 @@ inline double small_float(uint32_t bits, int exponent, int mantissa) {
   const double value = e ? std::ldexp(1 + fraction, e - bias) : std::ldexp(fraction, 1 - bias);
   return bits >> (exponent + mantissa) & 1 ? -value : value;
 }
+inline uint16_t to_f16(double value) {  // nearest even
+  if (std::fabs(value) >= 65520) return value < 0 ? 0xfc00 : 0x7c00;
+  if (value == 0) return std::signbit(value) ? 0x8000 : 0;
+  const int e = std::ilogb(value) < -14 ? -14 : std::ilogb(value);
+  const uint32_t steps = uint32_t(std::nearbyint(std::ldexp(std::fabs(value), 10 - e)));
+  return uint16_t((value < 0 ? 0x8000u : 0u) | ((uint32_t(e + 14) << 10) + steps));
+}
 inline double from_f16(uint16_t bits) { return small_float(bits, 5, 10); }
 inline double from_e4m3(uint8_t bits) { return small_float(bits, 4, 3); }
 inline double from_e2m1(uint8_t bits) { return small_float(bits, 2, 1); }

@@ -1,5 +1,5 @@
 // The slow truth: checkpoint matrices of every format, and one layer's experts in float64, with the error that a
-// kernel is allowed. A new format is a row of kForms and a case in code_value (and scale_value).
+// kernel is allowed. A new format is a row of kForms and a case in code_value and code_of_one.
 #pragma once
 
 #include <vector>
@@ -12,46 +12,96 @@ namespace check {
 
 struct Form {
   const char* name;
-  lk::Format format;
-  int bits;         // of a code
-  int group;        // k per scale, 0: no group scales
-  int scale_bytes;  // of one group scale
-  int low, high;    // first and last scale byte that random matrices use
-  bool global;      // a second scale per matrix
+  lk::Coding coding;
+  bool columns = false;  // a factor per output column
+  bool global = false;   // a second scale per matrix
 };
+using F = lk::Format;
+using S = lk::Scale;
 constexpr Form kForms[] = {
-    {"bf16", lk::Format::bf16, 16, 0, 0, 0, 0, false},
-    {"mxfp4", lk::Format::mxfp4, 4, 32, 1, 118, 123, false},
-    {"nvfp4", lk::Format::nvfp4, 4, 16, 1, 0, 0x7e, true},
+    {"bf16", {F::bf16, 0, S::none, false}},
+    {"f16", {F::f16, 0, S::none, false}},
+    {"fp8_channel", {F::fp8, 0, S::none, false}, true, true},
+    {"fp8_block128", {F::fp8, 128, S::f32_shared, false}, false, true},
+    {"fp8_group32", {F::fp8, 32, S::f32, false}, false, true},
+    {"mxfp8", {F::mxfp8, 32, S::e8m0, false}},
+    {"mxfp4", {F::mxfp4, 32, S::e8m0, false}},
+    {"nvfp4", {F::nvfp4, 16, S::e4m3, false}, false, true},
+    {"int4_channel", {F::int4, 0, S::none, false}, true, true},
+    {"int4_group32", {F::int4, 32, S::bf16, false}, false, true},
+    {"int4_group128", {F::int4, 128, S::f32, false}, false, true},
+    {"int4_group64_zeros", {F::int4, 64, S::f16, true}, false, true},
 };
 
-inline double code_value(const Form& form, uint32_t code) { return form.bits == 16 ? from_bf16(uint16_t(code)) : from_e2m1(uint8_t(code)); }
-inline double scale_value(const Form& form, uint8_t scale) {
-  return form.format == lk::Format::mxfp4 ? from_e8m0(scale) : from_e4m3(scale);
+inline double code_value(lk::Format format, uint32_t code) {
+  switch (format) {
+    case F::bf16: return from_bf16(uint16_t(code));
+    case F::f16: return from_f16(uint16_t(code));
+    case F::fp8: case F::mxfp8: return from_e4m3(uint8_t(code));
+    case F::int4: return double(code) - 8;
+    default: return from_e2m1(uint8_t(code));
+  }
+}
+inline uint32_t code_of_one(lk::Format format) {
+  switch (format) {
+    case F::bf16: return 0x3f80;
+    case F::f16: return 0x3c00;
+    case F::fp8: case F::mxfp8: return 0x38;
+    case F::int4: return 9;
+    default: return 2;
+  }
 }
 
-// One matrix as a checkpoint has it. Its arrays end at guard pages.
+constexpr int kScaleSize[] = {0, 1, 1, 2, 2, 4, 4};  // bytes, by lk::Scale
+inline uint32_t scale_bits(lk::Scale type, double value) {
+  const float single = float(value);
+  uint32_t bits = 0;
+  switch (type) {
+    case S::e8m0: return uint32_t(127 + std::ilogb(value));
+    case S::bf16: return to_bf16(value);
+    case S::f16: return to_f16(value);
+    case S::f32: case S::f32_shared: memcpy(&bits, &single, 4); return bits;
+    default: return 0x38;  // e4m3: callers write the byte; this is 1
+  }
+}
+inline double scale_value(lk::Scale type, uint32_t bits) {
+  switch (type) {
+    case S::none: return 1;
+    case S::e8m0: return from_e8m0(uint8_t(bits));
+    case S::e4m3: return from_e4m3(uint8_t(bits));
+    case S::bf16: return from_bf16(uint16_t(bits));
+    case S::f16: return from_f16(uint16_t(bits));
+    default: return from_float_bits(bits);
+  }
+}
+
+// One matrix as a checkpoint has it, all zeros at first. Its arrays end at guard pages.
 struct Weights {
-  const Form& form;
-  int rows, depth, groups;
-  Guarded<uint8_t> codes, scales;
+  lk::Coding coding;
+  int rows, depth, groups, bits;
+  Guarded<uint8_t> codes, scales, zeros;
+  Guarded<float> columns;
   float global = 1;
 
-  Weights(const Form& f, int n, int k)
-      : form(f), rows(n), depth(k), groups(f.group ? (k + f.group - 1) / f.group : 0),
-        codes(size_t(n) * size_t(row_bytes())), scales(size_t(n) * size_t(groups) * size_t(f.scale_bytes)) {}
+  Weights(const Form& form, int n, int k)
+      : coding(form.coding), rows(n), depth(k), groups(coding.group ? (k + coding.group - 1) / coding.group : 0),
+        bits(lk::kCodeBits[int(coding.format)]), codes(size_t(n) * size_t(row_bytes()), coding.format == F::int4 ? 0x88 : 0),
+        scales(size_t(n) * size_t(scale_row_bytes())), zeros(coding.zeros ? size_t(n) * size_t(groups) : 0, 8),
+        columns(form.columns ? size_t(n) : 0) {
+    for (size_t i = 0; i < columns.size(); ++i) columns[i] = 1;
+  }
 
-  int row_bytes() const { return (depth * form.bits + 7) / 8; }
+  int row_bytes() const { return (depth * bits + 7) / 8; }
+  int scale_row_bytes() const { return groups * kScaleSize[int(coding.scale)]; }
   uint8_t* code_row(int r) { return codes.data() + size_t(r) * size_t(row_bytes()); }
   void set_code(int r, int k, uint32_t code) {
-    if (form.bits == 4) {
-      uint8_t& byte = code_row(r)[k / 2];
-      byte = uint8_t(k % 2 ? (byte & 0x0f) | code << 4 : (byte & 0xf0) | code);
-    } else {
-      memcpy(code_row(r) + size_t(k) * 2, &code, 2);
-    }
+    uint8_t* byte = code_row(r) + size_t(k) * size_t(bits) / 8;
+    if (bits == 4) *byte = uint8_t(k % 2 ? (*byte & 0x0f) | code << 4 : (*byte & 0xf0) | code);
+    else memcpy(byte, &code, size_t(bits) / 8);
   }
-  uint8_t& scale(int r, int g) { return scales[size_t(r) * size_t(groups) + size_t(g)]; }
+  uint8_t* scale(int r, int g) { return scales.data() + size_t(r) * size_t(scale_row_bytes()) + size_t(g * kScaleSize[int(coding.scale)]); }
+  void set_scale(int r, int g, uint32_t value) { memcpy(scale(r, g), &value, size_t(kScaleSize[int(coding.scale)])); }
+  uint8_t& zero(int r, int g) { return zeros[size_t(r) * size_t(groups) + size_t(g)]; }
 
   // Row r in float64, decoded once.
   const double* values(int r) {
@@ -65,25 +115,51 @@ struct Weights {
   std::vector<double> values_;
 
   double value(int r, int k) {
-    const uint8_t* row = code_row(r);
-    uint32_t code = 0;
-    if (form.bits == 4) code = row[k / 2] >> (k % 2 * 4) & 15;
-    else memcpy(&code, row + size_t(k) * 2, 2);
-    const double factor = form.group ? scale_value(form, scale(r, k / form.group)) : 1.0;
-    return code_value(form, code) * factor * double(global);
+    uint32_t code = 0, scale_code = 0;
+    const uint8_t* byte = code_row(r) + size_t(k) * size_t(bits) / 8;
+    if (bits == 4) code = *byte >> (k % 2 * 4) & 15;
+    else memcpy(&code, byte, size_t(bits) / 8);
+    double v = code_value(coding.format, code);
+    if (coding.zeros) v += 8 - zero(r, k / coding.group);
+    if (coding.group) {
+      memcpy(&scale_code, scale(r, k / coding.group), size_t(kScaleSize[int(coding.scale)]));
+      v *= scale_value(coding.scale, scale_code);
+    }
+    if (columns.size()) v *= double(columns[size_t(r)]);
+    return v * double(global);
   }
 };
+
+inline uint32_t random_code(lk::Format format, double size, Random& random) {
+  uint32_t code;
+  switch (format) {
+    case F::bf16: return to_bf16(random.normal() * size);
+    case F::f16: return to_f16(random.normal() * size * std::pow(10.0, -random.below(6)));  // subnormal ones among them
+    case F::fp8: case F::mxfp8:
+      code = uint32_t(random.below(256));
+      if ((code & 0x7f) == 0x7f) code = 8;                       // NaN
+      return random.below(5) ? code & 0xbf : code;               // mostly below 2, as in real checkpoints
+    default: return uint32_t(random.below(16));
+  }
+}
 
 // About unit variance over the square root of the depth.
 inline Weights random_weights(const Form& form, int rows, int depth, Random& random) {
   Weights w(form, rows, depth);
   const double size = 1 / std::sqrt(double(depth));
   for (int r = 0; r < rows; ++r) {
-    for (int k = 0; k < depth; ++k)
-      w.set_code(r, k, form.bits == 16 ? to_bf16(random.normal() * size) : uint32_t(random.below(16)));
-    for (int g = 0; g < w.groups; ++g) w.scale(r, g) = uint8_t(form.low + random.below(form.high - form.low + 1));
+    for (int k = 0; k < depth; ++k) w.set_code(r, k, random_code(form.coding.format, size, random));
+    for (int g = 0; g < w.groups; ++g) {
+      uint32_t scale = scale_bits(form.coding.scale, 0.002 + 0.018 * random.uniform());
+      if (form.coding.scale == S::e8m0) scale = uint32_t(118 + random.below(6));
+      if (form.coding.scale == S::e4m3) scale = uint32_t(random.below(0x7f));
+      if (form.coding.scale == S::f32_shared && r % lk::kColumns) memcpy(&scale, w.scale(r - 1, g), 4);
+      w.set_scale(r, g, scale);
+      if (form.coding.zeros) w.zero(r, g) = uint8_t(random.below(17));
+    }
+    if (form.columns) w.columns[size_t(r)] = float(0.2 + 1.8 * random.uniform());
   }
-  if (form.global) w.global = float(size / 300 * (0.2 + 4.8 * random.uniform()));
+  if (form.global) w.global = float(size / (form.coding.format == F::nvfp4 ? 300 : 3) * (0.2 + 4.8 * random.uniform()));
   return w;
 }
 
@@ -172,6 +248,7 @@ inline Result expert_forward(Layer& layer, int e, const std::vector<double>& x, 
 
 struct Tokens {
   int count, top_k;
+  lk::Type type;  // of x
   std::vector<std::vector<double>> x;
   std::vector<int> ids;  // some outside the experts
   std::vector<float> weights;
@@ -179,9 +256,10 @@ struct Tokens {
   bool weight_on_input = false;
 };
 
-// All tokens: value and bound, row by row. `step` is the relative step of an activation: 2^-8, or 2^-15 where
-// float32 activations are split in two.
-inline Result forward(Layer& layer, const Tokens& tokens, double step) {
+// All tokens: value and bound, row by row. The relative step of an activation is 2^-8, or 2^-15 where activations are
+// split in two.
+inline Result forward(Layer& layer, const Tokens& tokens) {
+  const double step = tokens.type == lk::Type::bf16 ? 0x1p-8 : 0x1p-15;
   Result all;
   for (int t = 0; t < tokens.count; ++t) {
     std::vector<double> sum(size_t(layer.hidden), 0.0), bound(size_t(layer.hidden), 1e-30);

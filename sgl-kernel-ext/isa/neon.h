@@ -1,4 +1,4 @@
-// NEON of any Armv8-A processor. Round to binary16 and back is part of the baseline; bf16 arithmetic is not.
+// NEON of any Armv8-A processor. Conversion to and from binary16 is part of the baseline; bf16 arithmetic is not.
 struct Neon {
   static constexpr int kRows = 4, kSums = 4;
 
@@ -6,6 +6,7 @@ struct Neon {
   struct Pairs { uint32x4_t v[4]; };
   struct Pair { float32x4_t high, low; };
   struct Table { uint8x16_t low_byte, high_byte; };
+  using ByteTable = Table;  // bf16 of the E4M3 codes 0-15: the subnormal ones and the next eight
 
   // Four registers at a time; the loop is gone at any optimisation level that is shipped.
   template <class R, class Op> static R each(Op op) {
@@ -79,6 +80,38 @@ struct Neon {
       }
     }
   }
+  static ByteTable e4m3_table() {
+    static const uint8_t low[16] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
+    static const uint8_t high[16] = {0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c};
+    return {vld1q_u8(low), vld1q_u8(high)};
+  }
+  // Above the subnormals a code is the middle of its bf16: (code << 4) + 0x3c00, made byte by byte. TBX replaces
+  // what has an index below 16 by the table's and leaves the rest.
+  static void e4m3_codes(const uint8_t* block, const ByteTable& t, Pairs* out) {
+    const Pairs words = load_pairs(block);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const uint8x16_t codes = vreinterpretq_u8_u32(words.v[i]), sign = vdupq_n_u8(0x80), abs = vbicq_u8(codes, sign);
+      const uint8x16_t low = vqtbx1q_u8(vshlq_n_u8(codes, 4), t.low_byte, abs);
+      const uint8x16_t high = vqtbx1q_u8(vaddq_u8(vshrq_n_u8(abs, 4), vdupq_n_u8(0x3c)), t.high_byte, abs);
+      const uint8x16_t signed_high = vbslq_u8(sign, codes, high);
+      out[0].v[i] = vreinterpretq_u32_u8(vtrn1q_u8(low, signed_high));
+      out[1].v[i] = vreinterpretq_u32_u8(vtrn2q_u8(low, signed_high));
+    }
+  }
+  static uint32x4_t upper_halves(float32x4_t a, float32x4_t b) {
+    return vreinterpretq_u32_u16(vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b)));
+  }
+  static void half_pairs(const uint8_t* block, Pairs* out) {
+    const Pairs words = load_pairs(block);
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) {
+      const float16x8_t h = vreinterpretq_f16_u32(words.v[i]);
+      const float32x4_t a = vcvt_f32_f16(vget_low_f16(h)), b = vcvt_high_f32_f16(h);
+      out[0].v[i] = upper_halves(a, b);
+      out[1].v[i] = upper_halves(vsubq_f32(a, high(vreinterpretq_u32_f32(a))), vsubq_f32(b, high(vreinterpretq_u32_f32(b))));
+    }
+  }
   struct Words { uint32x4_t v[4]; };
   static Words widen_words(uint16x8_t a, uint16x8_t b) {
     return {{vmovl_u16(vget_low_u16(a)), vmovl_high_u16(a), vmovl_u16(vget_low_u16(b)), vmovl_high_u16(b)}};
@@ -91,10 +124,22 @@ struct Neon {
   // An e4m3 pattern shifted left by 7 is a binary16 of 2^-8 its value, subnormals included.
   static F32 e4m3(const uint8_t* p) {
     const uint8x16_t e = vld1q_u8(p);
-    const float16x8_t a = vreinterpretq_f16_u16(vshll_n_u8(vget_low_u8(e), 7));
-    const float16x8_t b = vreinterpretq_f16_u16(vshll_high_n_u8(e, 7));
-    const F32 f = {{vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)), vcvt_high_f32_f16(b)}};
-    return mul(f, set1(256.0f));
+    return mul(half(vshll_n_u8(vget_low_u8(e), 7), vshll_high_n_u8(e, 7)), set1(256.0f));
+  }
+  static F32 half(uint16x8_t x, uint16x8_t y) {
+    const float16x8_t a = vreinterpretq_f16_u16(x), b = vreinterpretq_f16_u16(y);
+    return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)), vcvt_high_f32_f16(b)}};
+  }
+  static F32 half(const uint16_t* p) { return half(vld1q_u16(p), vld1q_u16(p + 8)); }
+  static F32 signed_bytes(const uint8_t* p) {
+    const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(p));
+    const int16x8_t a = vmovl_s8(vget_low_s8(bytes)), b = vmovl_high_s8(bytes);
+    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(a))), vcvtq_f32_s32(vmovl_high_s16(a)),
+             vcvtq_f32_s32(vmovl_s16(vget_low_s16(b))), vcvtq_f32_s32(vmovl_high_s16(b))}};
+  }
+  static void store_half(uint16_t* p, const F32& a) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
   }
   static F32 widen(const uint16_t* p) {
     const Words w = widen_words(vld1q_u16(p), vld1q_u16(p + 8));

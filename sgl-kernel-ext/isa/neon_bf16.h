@@ -1,6 +1,6 @@
-// Armv8.6 BF16 (Neoverse V1, N2, V2, Cortex-X925): NEON with BFDOT. Not a lane instruction set: BFDOT adds the two
-// products of a pair first and rounds three times to odd (docs/explanation/numerics.md), where the lane order
-// is two fused multiply-adds.
+// Armv8.6 BF16 (Neoverse V1, N2, V2, Cortex-X925): NEON with BFDOT for few rows and BFMMLA for many. Not a lane
+// instruction set: BFDOT adds the two products of a pair first and rounds three times to odd, where the lane order
+// is two fused multiply-adds (docs/explanation/numerics.md). BFMMLA does the same to two pairs, one after the other.
 #include "neon.h"
 
 struct NeonBf16 : Neon {
@@ -23,5 +23,78 @@ struct NeonBf16 : Neon {
       return vbfdotq_f32(acc.v[i], vreinterpretq_bf16_u32(w.v[i]), vreinterpretq_bf16_u32(a));
     });
   }
+
+  static void store_pairs(void* p, const Pairs& w) {
+#pragma GCC unroll 4
+    for (int i = 0; i < 4; ++i) vst1q_u8(static_cast<uint8_t*>(p) + 16 * i, vreinterpretq_u8_u32(w.v[i]));
+  }
+  static void copy_line(void* to, const void* from) { store_pairs(to, Neon::load_pairs(from)); }
+  // Every half of a pair times its column's scale; exact, so nothing is rounded.
+  static Pairs scaled(const Pairs& w, const F32& scale) {
+    return each<Pairs>([&](int i) {
+      const uint32x4_t top = vreinterpretq_u32_f32(vmulq_f32(high(w.v[i]), scale.v[i]));
+      return vsriq_n_u32(top, vreinterpretq_u32_f32(vmulq_f32(low(w.v[i]), scale.v[i])), 16);
+    });
+  }
+
+  // Tiles in memory, in the order of BFMMLA, which multiplies 2 rows x 4 k by 4 k x 2 columns: vector [i][q] of
+  // activations is row pair i at k = 4q, vector [q][j] of weights is column pair j, vector [i][j] of sums is 2 x 2.
+  struct Tile { uint32x4_t v[8][8]; };
+  inline static thread_local Tile tiles[8];  // 0-3 sums, 4 and 5 activations, 6 and 7 weights
+
+  static uint32x4_t vector_at(const void* p, ptrdiff_t bytes) {
+    return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + bytes));
+  }
+  static uint32x4_t first_halves(uint32x4_t a, uint32x4_t b) {
+    return vreinterpretq_u32_u64(vzip1q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b)));
+  }
+  static uint32x4_t second_halves(uint32x4_t a, uint32x4_t b) {
+    return vreinterpretq_u32_u64(vzip2q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b)));
+  }
+  static void tile_begin() {}
+  static void tile_end() {}
+  template <int T> static void tile_zero() { __builtin_memset(&tiles[T], 0, sizeof tiles[T]); }
+  template <int T> static void tile_load(const void* p, ptrdiff_t stride) {
+    Tile& tile = tiles[T];
+    for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 4
+      for (int m = 0; m < 4; ++m) {
+        const uint32x4_t a = vector_at(p, 2 * i * stride + 16 * m), b = vector_at(p, (2 * i + 1) * stride + 16 * m);
+        tile.v[i][2 * m] = T >= 6 ? vzip1q_u32(a, b) : first_halves(a, b);
+        tile.v[i][2 * m + 1] = T >= 6 ? vzip2q_u32(a, b) : second_halves(a, b);
+      }
+  }
+  template <int T> static void tile_store(void* p, ptrdiff_t stride) {
+    const Tile& tile = tiles[T];
+    for (int i = 0; i < 8; ++i)
+#pragma GCC unroll 4
+      for (int m = 0; m < 4; ++m) {
+        uint8_t* to = static_cast<uint8_t*>(p) + 2 * i * stride + 16 * m;
+        vst1q_u8(to, vreinterpretq_u8_u32(first_halves(tile.v[i][2 * m], tile.v[i][2 * m + 1])));
+        vst1q_u8(to + stride, vreinterpretq_u8_u32(second_halves(tile.v[i][2 * m], tile.v[i][2 * m + 1])));
+      }
+  }
+  template <int Sums, int Rows, int Weights> static void tile_dot() { dot(tiles[Sums], tiles[Rows], tiles[Weights]); }
+
+  // Quarters of 8 rows x 8 columns: 16 sums, 4 vectors of activations and 4 of weights stay in registers.
+  [[gnu::noinline]] static void dot(Tile& sums, const Tile& rows, const Tile& weights) {
+    for (int quarter = 0; quarter < 4; ++quarter) {
+      const int i0 = quarter / 2 * 4, j0 = quarter % 2 * 4;
+      float32x4_t acc[4][4];
+#pragma GCC unroll 16
+      for (int n = 0; n < 16; ++n) acc[n / 4][n % 4] = vreinterpretq_f32_u32(sums.v[i0 + n / 4][j0 + n % 4]);
+      for (int q = 0; q < 8; ++q) {
+        bfloat16x8_t w[4];
+#pragma GCC unroll 4
+        for (int j = 0; j < 4; ++j) w[j] = vreinterpretq_bf16_u32(weights.v[q][j0 + j]);
+#pragma GCC unroll 4
+        for (int i = 0; i < 4; ++i)
+#pragma GCC unroll 4
+          for (int j = 0; j < 4; ++j) acc[i][j] = vbfmmlaq_f32(acc[i][j], vreinterpretq_bf16_u32(rows.v[i0 + i][q]), w[j]);
+      }
+#pragma GCC unroll 16
+      for (int n = 0; n < 16; ++n) sums.v[i0 + n / 4][j0 + n % 4] = vreinterpretq_u32_f32(acc[n / 4][n % 4]);
+    }
+  }
 };
-static_assert(LaneIsa<NeonBf16>);
+static_assert(TileIsa<NeonBf16>);

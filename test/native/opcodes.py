@@ -15,7 +15,8 @@ LEVELS = {
     "x86_64": [
         ("amx", r"^(t(dp|ile)|[ls]?ldtilecfg|sttilecfg)|%tmm"),
         ("avx512_bf16", r"^v(dpbf16ps|cvtne2?ps2?bf16|cvtneps2bf16)"),
-        ("avx512_more", r"^v(pdpbu|pdpws|pdpbs|p2inters|pshld|pshrd|pshufbitqmb|permi?2?b|pcompressb|pexpandb|popcnt|gf2p8|aes)"),
+        ("avx512_vbmi", r"^v(perm[it]?2?b|pmultishiftqb)\b"),
+        ("avx512_more", r"^v(pdpbu|pdpws|pdpbs|p2inters|pshld|pshrd|pshufbitqmb|pcompressb|pexpandb|popcnt|gf2p8|aes)"),
         ("avx512", r"%zmm|%k[0-7]\b|%[xy]mm(1[6-9]|2\d|3[01])\b|^v(pmov[us]*[qdw][bwd]|rndscale|pternlog|align[qd])"),
         ("bmi", r"^(andn|bextr|blsi|blsr|blsmsk|bzhi|lzcnt|pdep|pext|mulx|rorx|sarx|shlx|shrx|adcx|adox)[lq]?\b"),
         ("avx2", r"^v[a-z]"),
@@ -38,7 +39,7 @@ LEVELS = {
 # What a kernel object may use beyond the baseline; it must use its own name's level, if that is one.
 ALLOWED = {
     "scalar": set(), "neon": set(), "neon_bf16": {"neon_bf16"}, "avx2": {"avx2"}, "avx512": {"avx2", "avx512"},
-    "avx512_bf16": {"avx2", "avx512", "avx512_bf16"}, "amx": {"avx2", "avx512", "avx512_bf16", "amx"},
+    "avx512_bf16": {"avx2", "avx512", "avx512_vbmi", "avx512_bf16"}, "amx": {"avx2", "avx512", "avx512_vbmi", "avx512_bf16", "amx"},
 }  # fmt: skip
 
 

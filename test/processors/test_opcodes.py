@@ -58,7 +58,7 @@ def test_a_kernel_table_exports_one_symbol(build):
 
 
 @pytest.mark.parametrize("machine, instruction, level", [
-    ("x86_64", "vpermb %zmm1,%zmm2,%zmm3", "avx512_more"), ("x86_64", "vaddps %ymm1,%ymm2,%ymm3", "avx2"),
+    ("x86_64", "vpermb %zmm1,%zmm2,%zmm3", "avx512_vbmi"), ("x86_64", "vpermi2b %zmm1,%zmm2,%zmm3", "avx512_vbmi"), ("x86_64", "vaddps %ymm1,%ymm2,%ymm3", "avx2"),
     ("x86_64", "vaddps %xmm16,%xmm2,%xmm3", "avx512"), ("x86_64", "vmovss (%rax),%xmm0", "avx2"),
     ("x86_64", "pshufb %xmm1,%xmm2", "sse4"), ("x86_64", "shlx %eax,%ebx,%ecx", "bmi"), ("x86_64", "addps %xmm1,%xmm2", "baseline"),
     ("x86_64", "vdpbf16ps %zmm1,%zmm2,%zmm3", "avx512_bf16"), ("x86_64", "tdpbf16ps %tmm0,%tmm1,%tmm2", "amx"),

@@ -9,6 +9,8 @@
 
 #if defined(__x86_64__)
 #include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #include <xmmintrin.h>
 #elif defined(__aarch64__)
 #include <sys/auxv.h>
@@ -25,6 +27,9 @@ struct Leaf {
   }
 };
 bool bit(unsigned word, int n) { return word >> n & 1; }
+
+// Linux hands the tile registers out per process, on request: ARCH_REQ_XCOMP_PERM for the state component of tile data.
+bool tiles_permitted() { return syscall(SYS_arch_prctl, 0x1023, 18) == 0; }
 
 std::vector<std::string> detect() {
   std::vector<std::string> found;
@@ -47,8 +52,9 @@ std::vector<std::string> detect() {
   add(f && bit(seven.c, 1), "avx512_vbmi");
   add(f && bit(seven.c, 11), "avx512_vnni");
   add(f && bit(seven1.a, 5), "avx512_bf16");
-  add(tiles && bit(seven.d, 24), "amx_tile");
-  add(tiles && bit(seven.d, 22), "amx_bf16");
+  const bool amx = tiles && bit(seven.d, 24) && tiles_permitted();
+  add(amx, "amx_tile");
+  add(amx && bit(seven.d, 22), "amx_bf16");
   return found;
 }
 #elif defined(__aarch64__)

@@ -27,11 +27,18 @@ constexpr int kAhead = 4096;
 
 #include "shape/epilogue.h"
 #include "shape/product.h"
+#include "shape/tile.h"
 
 using I = LK_ISA_TYPE;
 
-template <class F> void gate_up(const lk::GateUp& args) { product<F, I>(args.product, GateUpEpilogue<I>{args}); }
-template <class F> void down(const lk::Down& args) { product<F, I>(args.product, DownEpilogue<I>{args}); }
+template <class F, class Epilogue> void multiply(const lk::Product& a, const Epilogue& done) {
+  if constexpr (kTiles<I>) {
+    if (tile_product<F, I>(a, done)) return;
+  }
+  product<F, I>(a, done);
+}
+template <class F> void gate_up(const lk::GateUp& args) { multiply<F>(args.product, GateUpEpilogue<I>{args}); }
+template <class F> void down(const lk::Down& args) { multiply<F>(args.product, DownEpilogue<I>{args}); }
 template <class F> constexpr lk::FormatKernels kernels_of() { return {gate_up<F>, down<F>}; }
 
 // Sixteen at a time through body(in, out); the last few through copies, so that nothing beyond n is touched.
@@ -93,7 +100,7 @@ double read(const void* data, size_t bytes) {
 }
 
 // Independent dot2 chains on registers: the multiplier's peak.
-double peak(int64_t rounds, float* sink) {
+double lane_peak(int64_t rounds, float* sink) {
   constexpr int kChains = I::kSums > 6 ? I::kSums : 6;
   alignas(64) uint16_t ones[32];
   for (auto& x : ones) x = 0x3f80;
@@ -112,6 +119,36 @@ double peak(int64_t rounds, float* sink) {
   return double(rounds) * kChains * 16 * 4;
 }
 
+// Four tiles of sums from two of activations and two of weights: the peak of tiles.
+template <class T> double tile_peak(int64_t rounds, float* sink) {
+  T::tile_begin();
+  alignas(64) float zeros[256] = {};
+  T::template tile_load<4>(zeros, 64);
+  T::template tile_load<5>(zeros, 64);
+  T::template tile_load<6>(zeros, 64);
+  T::template tile_load<7>(zeros, 64);
+  T::template tile_zero<0>();
+  T::template tile_zero<1>();
+  T::template tile_zero<2>();
+  T::template tile_zero<3>();
+  for (int64_t i = 0; i < rounds; ++i) {
+    T::template tile_dot<0, 4, 6>();
+    T::template tile_dot<1, 4, 7>();
+    T::template tile_dot<2, 5, 6>();
+    T::template tile_dot<3, 5, 7>();
+  }
+  T::template tile_store<0>(zeros, 64);
+  T::tile_end();
+  *sink += zeros[0];
+  return double(rounds) * 4 * 16 * 16 * lk::kUnit * 2;
+}
+
+double peak(int64_t rounds, float* sink) {
+  if constexpr (kTiles<I>) return tile_peak<I>(rounds, sink);
+  else return lane_peak(rounds, sink);
+}
+
+
 }  // namespace
 
 #define LK_JOIN2(a, b) a##b
@@ -121,6 +158,6 @@ double peak(int64_t rounds, float* sink) {
 
 extern const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME);
 const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME) = {
-    LK_TEXT(LK_ISA_NAME), kLane<I>,
+    LK_TEXT(LK_ISA_NAME), kLane<I>, kTiles<I> ? TileScratch::kBytes : 0,
     {kernels_of<Bf16>(), kernels_of<F16>(), kernels_of<Fp8>(), kernels_of<Mxfp8>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>(), kernels_of<Int4>()},
     split, split_half, to_bf16, to_half, sums, read, peak};

@@ -97,6 +97,7 @@ struct Product {
   int first, count;             // tiles (gate_up: two panels each) or panels (down)
   const uint16_t* const* rows;  // row_count pointers
   int row_count, split;         // row_count is a multiple of split
+  uint8_t* scratch;             // of this worker, Kernels::scratch bytes
 };
 
 struct GateUp {
@@ -129,6 +130,7 @@ struct FormatKernels {
 struct Kernels {
   const char* name;
   bool lane;                     // sums in the common order: bit-identical to every other lane ISA
+  size_t scratch;                // bytes that a product needs, on a cache line
   FormatKernels format[kFormats];
   // Rows of the caller's to rows of the engine and back; any n. in = high + rest, nearly (float32) or exactly (f16);
   // infinity is the largest bf16 and infinity.

@@ -5,13 +5,14 @@
 //   kGroup    k that share one scale; kOpen: the checkpoint says, or none; 0: never any, and one chain of sums
 //   kTerms    rows of bf16 pairs whose sum is one row of codes
 //   kZeros    whether there may be zero points
+//   kFold     whether scale times code is always a bf16 value (tiles take it so)
 //   struct Decoder<I>    rows(block, out): one block -> kBlock / 2 * kTerms rows of unscaled codes
 //                        scale(layout, p): the 16 scales of the group at p
 constexpr int kOpen = -1;
 
 template <class F>
 concept WeightFormat = requires {
-  { F::kBlock + F::kGroup + F::kTerms + int(F::kZeros) };
+  { F::kBlock + F::kGroup + F::kTerms + int(F::kZeros) + int(F::kFold) };
 };
 
 // k of the inner, fully unrolled step.

@@ -1,7 +1,7 @@
 // MXFP8: E4M3 codes, one E8M0 scale (a power of two) per column and 32 k.
 struct Mxfp8 {
   static constexpr int kBlock = 4, kGroup = 32, kTerms = 1;
-  static constexpr bool kZeros = false;
+  static constexpr bool kZeros = false, kFold = true;
   template <class I> struct Decoder : Bytes<I> {
     typename I::F32 scale(lk::Scale, const uint8_t* p) const { return I::e8m0(p); }
   };

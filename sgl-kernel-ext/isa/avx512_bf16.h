@@ -30,6 +30,8 @@ struct Avx512Bf16 : Avx512 {
     out[1] = _mm512_ternarylogic_epi32(_mm512_srli_epi16(low, 8), high, byte, 0xf4);  // | (high & ~byte)
   }
 
+  // Flushes subnormals and keeps NaN, as the others do by hand.
+  static void store_bf16(uint16_t* p, F32 a) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), (__m256i)_mm512_cvtneps_pbh(a)); }
   static Pair broadcast(const uint16_t* a) { return two(a); }
   static F32 dot2(F32 acc, Pair a, Pairs w) { return _mm512_dpbf16_ps(acc, (__m512bh)w, (__m512bh)a); }
 };

@@ -46,3 +46,18 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
 // Instruction sets whose dot2 sums in an order of their own say so with `kOwnOrder`: they satisfy the concept, and
 // agree with the others within a bound instead of bit for bit.
 template <class I> constexpr bool kLane = !requires { I::kOwnOrder; };
+
+// A matrix multiplier: eight tiles of 16 rows of 64 bytes, by number. On top of a lane instruction set for few rows,
+// and of another order of sums. shape/tile.h has the loops.
+template <class I>
+concept TileIsa = LaneIsa<I> && requires(typename I::F32 f, typename I::Pairs p, void* to, const void* from) {
+  { I::tile_begin() };                        // before a thread's first tile, and
+  { I::tile_end() };                          // after its last: what tiles hold is gone
+  { I::template tile_zero<0>() };
+  { I::template tile_load<0>(from, 64) };     // rows `stride` bytes apart
+  { I::template tile_store<0>(to, 64) };
+  { I::template tile_dot<0, 4, 6>() };        // tile 0 += rows of k pairs (tile 4) times rows of a panel (tile 6)
+  { I::copy_line(to, from) };                 // 64 bytes, to a cache line
+  { I::store_pairs(to, p) };                  // 64 bytes, on a cache line
+  { I::scaled(p, f) };                        // both halves times the column's scale, where that is exact
+};

@@ -40,6 +40,14 @@ struct Scalar {
     __builtin_memcpy(r.v, p, 64);
     return r;
   }
+  static void store_pairs(void* p, const Pairs& w) { __builtin_memcpy(p, w.v, 64); }
+  // Every half of a pair times its column's scale; exact, so nothing is rounded.
+  LK_CALL static Pairs scaled(const Pairs& w, const F32& scale) {
+    Pairs r;
+    for (int i = 0; i < 16; ++i)
+      r.v[i] = bits(from_bits(w.v[i] << 16) * scale.v[i]) >> 16 | (bits(from_bits(w.v[i] & 0xffff0000u) * scale.v[i]) & 0xffff0000u);
+    return r;
+  }
   static Pair broadcast(const uint16_t* a) { return {from_bits(uint32_t(a[1]) << 16), from_bits(uint32_t(a[0]) << 16)}; }
   LK_CALL static F32 dot2(F32 acc, Pair a, const Pairs& w) {
     return each([&](int i) {

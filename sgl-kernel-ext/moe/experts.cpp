@@ -40,7 +40,8 @@ template <class T> const T* at(const void* base, ptrdiff_t bytes) {
 
 Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge,
                const std::vector<int>& nodes, bool place)
-    : kernels_(select_isa(isa)), huge_(huge), place_(place), pool_(std::move(cpus), nodes, bind_each, spin_us) {}
+    : kernels_(select_isa(isa)), huge_(huge), place_(place), pool_(std::move(cpus), nodes, bind_each, spin_us),
+      scratch_(kernels_.scratch * size_t(pool_.size()), huge) {}
 
 std::unique_lock<std::mutex> Engine::lock() {
   pool_.refuse_fork();
@@ -245,7 +246,7 @@ void Experts::gate_up(const Forward& call, int worker) {
   work.schedule.share(worker - node.first, node.count, share.tiles, [&](const Schedule::Group& g, int tile, int count) {
     GateUp args;
     args.product = {packed(share, g.expert, false), &up_, share.first_tile + tile, count,
-                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split};
+                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
     args.gate_scale = global_[size_t(g.expert) * 3];
     args.up_scale = global_[size_t(g.expert) * 3 + 1];
     args.gate_columns = vector(columns_, g.expert, Part::gate);
@@ -273,7 +274,7 @@ void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
   for (const Schedule::Group& g : work.schedule.groups()) {
     Down args;
     args.product = {packed(share_of(worker), g.expert, true), &down_, begin, end - begin,
-                    work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split};
+                    work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
     args.scale = global_[size_t(g.expert) * 3 + 2];
     args.columns = vector(columns_, g.expert, Part::down);
     args.bias = vector(bias_, g.expert, Part::down);

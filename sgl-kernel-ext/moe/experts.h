@@ -29,6 +29,7 @@ class Engine {
   Pool& pool() { return pool_; }
   bool huge() const { return huge_; }
   bool places() const { return place_; }
+  uint8_t* scratch(int worker) const { return scratch_.data() + kernels_.scratch * size_t(worker); }
   std::unique_lock<std::mutex> lock();  // for one call; throws in a forked child, where another thread may hold it for ever
 
   double read_gb_per_s(double megabytes, double seconds);  // a plain reader with all threads
@@ -50,6 +51,7 @@ class Engine {
   const Kernels& kernels_;
   bool huge_, place_;
   Pool pool_;
+  Buffer scratch_;  // of the kernels, per worker
   Buffer probe_;
   std::mutex mutex_;
 };

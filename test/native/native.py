@@ -10,6 +10,7 @@ import sgl_kernel_ext as ext
 import reference
 
 ISAS = [row["name"] for row in ext.isas() if row["supported"]]
+LANES = [row["name"] for row in ext.isas() if row["supported"] and row["lane"]]
 X_TYPES = {np.uint16: "bf16", np.float16: "f16", np.float32: "f32"}
 CODINGS = list(reference.CODINGS)
 

@@ -1,0 +1,37 @@
+// AMX-BF16 (Sapphire Rapids onwards): AVX512-BF16 for few rows, tiles of 16 x 16 sums for many. In inline assembly,
+// because the compiler's intrinsics do not tell it that tiles read and write memory.
+#include "avx512_bf16.h"
+
+struct Amx : Avx512Bf16 {
+  static constexpr bool kOwnOrder = true;
+
+  static void store_pairs(void* p, Pairs w) { _mm512_store_si512(p, w); }
+  // Every half of a pair times its column's scale; exact, so nothing is rounded.
+  static Pairs scaled(Pairs w, F32 scale) {
+    const __m512i low_half = _mm512_castps_si512(_mm512_mul_ps(low(w), scale)), high_half = _mm512_castps_si512(_mm512_mul_ps(high(w), scale));
+    return _mm512_ternarylogic_epi32(_mm512_srli_epi32(low_half, 16), high_half, _mm512_set1_epi32(int(0xffff0000u)), 0xf8);
+  }
+
+  static void copy_line(void* to, const void* from) { _mm512_store_si512(to, _mm512_loadu_si512(from)); }
+  static void tile_begin() {
+    struct alignas(64) { uint8_t palette = 1, start_row = 0, none[14] = {}; uint16_t row_bytes[16] = {}; uint8_t rows[16] = {}; } config;
+    for (int t = 0; t < 8; ++t) {
+      config.row_bytes[t] = 64;
+      config.rows[t] = 16;
+    }
+    __asm__ volatile("ldtilecfg %0" ::"m"(config));
+  }
+  static void tile_end() { __asm__ volatile("tilerelease" ::: "memory"); }
+  template <int T> static void tile_zero() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(T)); }
+  template <int T> static void tile_load(const void* p, ptrdiff_t stride) {
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
+  }
+  template <int T> static void tile_store(void* p, ptrdiff_t stride) {
+    __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");
+  }
+  // Sums += activations (16 rows of k pairs) times weights (16 pairs of 16 columns).
+  template <int Sums, int Rows, int Weights> static void tile_dot() {
+    __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(Sums), "i"(Rows), "i"(Weights));
+  }
+};
+static_assert(TileIsa<Amx>);

@@ -1,5 +1,6 @@
 """The side-by-side benchmark without its peers: bytes and truths, order and rotation, what is left out, how it is shown."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -234,6 +235,7 @@ def test_a_clock_that_never_settles_ends(monkeypatch):
     never = engine.Clock()
     never.time = lambda call: None
     monkeypatch.setattr(made.engine, "clock", lambda guess: never)
+    monkeypatch.setattr(worker, "PATIENCE", (60, 0.0))
     with pytest.raises(RuntimeError) as error:
         made.time("kt-bf16", 1, 4, 0.0)
     assert "no steady duration" in str(error.value)
@@ -307,6 +309,11 @@ def test_a_peer_that_dies_or_is_wrong_is_named_and_has_no_figure(run):
     assert rows["kt-bf16", 8]["left_out"].startswith("wrong") and "seconds" not in rows["kt-bf16", 8]
     assert "seconds" in rows["lk-bf16", 8]
     assert ("llama", "close") in FakeProcess.log
+
+
+def test_kernels_are_left_out_by_pattern(run):
+    run.plan = dataclasses.replace(run.plan, without=("*-avx2", "llama-*"))
+    assert {case.variant.name for case in measured(run)} == {"lk-bf16", "kt-bf16"}
 
 
 def test_a_peer_far_behind_is_not_measured_with_many_tokens(run):

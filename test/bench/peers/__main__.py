@@ -24,6 +24,7 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--tokens", action="append", type=int, metavar="N")
     run.add_argument("--family", action="append", choices=cases.FAMILIES, metavar="NAME", help=", ".join(cases.FAMILIES))
     run.add_argument("--engine", action="append", choices=ENGINES, help="peers to measure beside ours (lk)")
+    run.add_argument("--without", action="append", default=[], metavar="PATTERN", help="kernels to leave out, as in '*-avx2'")
     run.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     run.add_argument("--seconds", type=float, default=0.1, help="for one case in each of its two passes")
     run.add_argument("--cache-mib", type=int, help="last-level cache, where the system does not say it rightly")
@@ -70,6 +71,7 @@ def plan_of(options: argparse.Namespace) -> measure.Plan:
         log=cache / "last-run.log",
         cache_bytes=options.cache_mib << 20 if options.cache_mib else last_level_cache(),
         seconds=options.seconds,
+        without=tuple(options.without),
     )
 
 

@@ -80,7 +80,7 @@ KT = (
     Variant("kt-bf16", "kt", "bf16", "bf16", "AMXBF16_MOE"),
     Variant("kt-bf16-avx2", "kt", "bf16", "bf16", "AVX2BF16_MOE"),
     Variant("kt-fp8-block", "kt", "fp8 block", "fp8_block", "AMXFP8_MOE", multiple=128),
-    Variant("kt-fp8-block-avx2", "kt", "fp8 block", "fp8_block", "AVX2FP8_MOE", multiple=128),
+    Variant("kt-fp8-block-avx2", "kt", "fp8 block", "fp8_block", "AVX2FP8_MOE"),
     Variant("kt-fp8-channel", "kt", "8 bits per channel", "fp8_channel", "AMXFP8PerChannel_MOE"),
     Variant("kt-int8", "kt", "8 bits per channel", "bf16", "AMXInt8_MOE", multiple=64, error=6e-2, stored="int8_channel"),
     Variant("kt-mxfp8", "kt", "8 bits in groups", "mxfp8", "AMXMXFP8_KGroup_MOE"),

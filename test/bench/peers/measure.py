@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatch
 from pathlib import Path
 
 from . import cases, install
@@ -92,6 +93,7 @@ class Plan:
     cache_bytes: int
     seconds: float = 0.1
     read_seconds: float = 0.06
+    without: tuple[str, ...] = ()  # patterns of kernels that are not measured
     limits: Limits = field(default_factory=Limits)
 
 
@@ -150,7 +152,8 @@ class Run:
             self.restart(engine)
 
     def variants(self, family: str) -> list[Variant]:
-        return [v for v in cases.VARIANTS if v.family == family and v.engine in self.plan.engines]
+        able = [v for v in cases.VARIANTS if v.family == family and v.engine in self.plan.engines]
+        return [v for v in able if not any(fnmatch(v.name, pattern) for pattern in self.plan.without)]
 
     def check(self) -> None:
         """Every variant against float64 on a small case. A peer that is wrong is driven wrongly: no figure of it counts."""

@@ -24,7 +24,7 @@ from .cases import Shape, Variant
 BY_NAME = {variant.name: variant for variant in cases.VARIANTS}
 PR_SET_PDEATHSIG = 1
 WARM_UP = {4: 2, 2: 1, 1: 0}  # calls that are not counted, by the fewest that are
-MOST_MISSES = 60  # calls that taught the clock something, before it is given up
+PATIENCE = 60, 8.0  # calls that only taught the clock something, and seconds, before it is given up
 
 
 class Worker:
@@ -90,7 +90,7 @@ class Worker:
                 times.append(lasted)
                 continue
             misses += 1
-            if misses > MOST_MISSES + 2 * len(times):
+            if misses > PATIENCE[0] and time.perf_counter() - start > PATIENCE[1]:
                 raise RuntimeError(f"{variant}: the clock found no steady duration in {misses} calls")
         out = bound[-1].out() if len(times) >= len(bound) else None
         if out is not None and (not np.isfinite(out).all() or not out.any(axis=1).all()):

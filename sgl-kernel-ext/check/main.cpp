@@ -108,7 +108,8 @@ void check_shape(const Form& form, int turn, bool half, std::vector<Report>& rep
   }
 }
 
-// The same bits for any number of threads, and for a token alone, in small and in large batches.
+// The same bits for any number of threads, and on lane instruction sets for a token alone, in small and in large batches;
+// tiles sum in another order than the few rows beside them.
 void check_independence(const Form& form, Report& report) {
   const Shape shape{3, 96, 48, 2, 24};
   for (lk::Type type : {lk::Type::bf16, lk::Type::f32}) {
@@ -122,7 +123,7 @@ void check_independence(const Form& form, Report& report) {
       report.expect(same_bits(run(other, tokens, 0, shape.tokens), whole.data()), "other bits with " + std::to_string(threads) + " threads");
     }
     for (int count : {1, 2, 3, 4, 7, 12})
-      report.expect(same_bits(run(experts, tokens, 11, count), whole.data() + 11 * shape.hidden), "other bits in a batch of " + std::to_string(count));
+      if (report.isa->lane) report.expect(same_bits(run(experts, tokens, 11, count), whole.data() + 11 * shape.hidden), "other bits in a batch of " + std::to_string(count));
   }
 }
 

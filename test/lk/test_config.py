@@ -273,7 +273,8 @@ def test_the_instruction_sets_are_those_of_the_kernels():
 
 def test_the_build_has_a_row_for_every_instruction_set_in_the_same_order():
     rows = (ROOT / "sgl-kernel-ext" / "CMakeLists.txt").read_text()
-    assert tuple(re.findall(r"lk_isa\(NAME (\w+)", rows)) == config.ISAS
+    names = re.findall(r"lk_isa\(NAME (\w+)", rows)
+    assert tuple(name for name in names if name != "soft_tiles") == config.ISAS  # that one is for tests
 
 
 def test_the_machine_is_asked_only_when_an_instruction_set_is_forced():

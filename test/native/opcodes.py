@@ -38,7 +38,7 @@ LEVELS = {
 
 # What a kernel object may use beyond the baseline; it must use its own name's level, if that is one.
 ALLOWED = {
-    "scalar": set(), "neon": set(), "neon_bf16": {"neon_bf16"}, "avx2": {"avx2"}, "avx512": {"avx2", "avx512"},
+    "scalar": set(), "soft_tiles": set(), "neon": set(), "neon_bf16": {"neon_bf16"}, "avx2": {"avx2"}, "avx512": {"avx2", "avx512"},
     "avx512_bf16": {"avx2", "avx512", "avx512_vbmi", "avx512_bf16"}, "amx": {"avx2", "avx512", "avx512_vbmi", "avx512_bf16", "amx"},
 }  # fmt: skip
 

@@ -50,6 +50,8 @@ class Build:
             return program
         need("cmake", "cmake")
         settings = ["-DLK_EXTENSION=OFF", f"-DLK_SANITIZE={self.sanitize}"]
+        if self.sanitize:
+            settings.append("-DLK_SOFT_TILES=ON")  # the loops of matrix multipliers, also where there is none
         if self.machine != HERE:
             need("aarch64-linux-gnu-g++", "g++-aarch64-linux-gnu")
             settings.append(f"-DCMAKE_TOOLCHAIN_FILE={CROSS}")

@@ -16,7 +16,7 @@ from sglang.srt.lk.values import Choice, Kind, Layers, LayerSet, Switch, Text, W
 
 SWITCH = "LK_MOE_HYBRID_ENABLED"
 REFERENCE = "docs/reference/environment.md"
-ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "neon", "neon_bf16")  # x86-64, then aarch64
+ISAS = ("scalar", "avx2", "avx512", "avx512_bf16", "amx", "neon", "neon_bf16")  # x86-64, then aarch64
 MIB = 1 << 20
 
 

@@ -12,6 +12,7 @@
 namespace lk {
 namespace {
 
+constexpr int kTurns = 4;         // parts per worker of a phase
 constexpr int kMaxTokens = 4096;  // per pass: bounds the workspace, longer batches take several
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
@@ -41,7 +42,14 @@ template <class T> const T* at(const void* base, ptrdiff_t bytes) {
 Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge,
                const std::vector<int>& nodes, bool place)
     : kernels_(select_isa(isa)), huge_(huge), place_(place), pool_(std::move(cpus), nodes, bind_each, spin_us),
-      scratch_(kernels_.scratch * size_t(pool_.size()), huge) {}
+      scratch_(kernels_.scratch * size_t(pool_.size()), huge) {
+  turns = std::make_unique<Turn[]>(2 * pool_.nodes().size());
+}
+
+void Engine::reset_turns() {
+  const size_t nodes = pool_.nodes().size();
+  for (size_t i = 0; i < 2 * nodes; ++i) turns[i].next.store(pool_.nodes()[i % nodes].count, std::memory_order_relaxed);
+}
 
 std::unique_lock<std::mutex> Engine::lock() {
   pool_.refuse_fork();
@@ -237,13 +245,21 @@ void Experts::load_rows(const Forward& call, int64_t first, int begin, int end) 
   }
 }
 
+// body(part, parts) for the parts of the worker's node that are its turn; `each` parts per worker of the node.
+template <class Body> void Experts::take_turns(int worker, int phase, int each, const Body& body) {
+  const Pool& pool = engine_->pool();
+  const int index = pool.node_of(worker);
+  const Node& node = pool.nodes()[size_t(index)];
+  auto& next = engine_->turns[size_t(phase) * pool.nodes().size() + size_t(index)].next;
+  for (int part = worker - node.first; part < node.count * each; part = next.fetch_add(1, std::memory_order_relaxed))
+    body(node, part, node.count * each);
+}
+
 void Experts::gate_up(const Forward& call, int worker) {
   auto& work = engine_->work;
   const int split = split_of(call);
-  const Pool& pool = engine_->pool();
-  const Node& node = pool.nodes()[size_t(pool.node_of(worker))];
   const Share& share = share_of(worker);
-  work.schedule.share(worker - node.first, node.count, share.tiles, [&](const Schedule::Group& g, int tile, int count) {
+  const auto piece = [&](const Schedule::Group& g, int tile, int count) {
     GateUp args;
     args.product = {packed(share, g.expert, false), &up_, share.first_tile + tile, count,
                     work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
@@ -259,16 +275,26 @@ void Experts::gate_up(const Forward& call, int worker) {
     args.width = shape_.width;
     args.sums = coding_.zeros ? down_.depth : 0;
     kernels_.gate_up(args);
+  };
+  take_turns(worker, 0, kTurns, [&](const Node&, int part, int parts) { work.schedule.share(part, parts, share.tiles, piece); });
+}
+
+// A part is some panels of the output, to which the experts are added in ascending order, so a token's sum
+// depends neither on the number of threads nor on the other tokens.
+void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
+  const int panels = panel_count(shape_.hidden), workers = engine_->pool().size();
+  // Tiles gather the rows again for every part.
+  const int each = engine_->kernels().scratch && tokens > kTurns * workers ? kTurns / 2 : kTurns;
+  take_turns(worker, 1, each, [&](const Node& node, int part, int) {
+    const int64_t at = int64_t(node.first) * each + part, parts = int64_t(workers) * each;
+    down_panels(call, first, tokens, worker, int(panels * at / parts), int(panels * (at + 1) / parts));
   });
 }
 
-// Every worker owns some panels of the output and adds the experts in ascending order, so a token's sum
-// depends neither on the number of threads nor on the other tokens.
-void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
-  auto& work = engine_->work;
-  const int panels = panel_count(shape_.hidden), workers = engine_->pool().size(), split = split_of(call);
-  const int begin = panels * worker / workers, end = panels * (worker + 1) / workers;
+void Experts::down_panels(const Forward& call, int64_t first, int tokens, int worker, int begin, int end) {
   if (begin == end) return;
+  auto& work = engine_->work;
+  const int split = split_of(call);
   for (int t = 0; t < tokens; ++t)
     memset(work.out.data() + (size_t(t) * size_t(out_stride_) + size_t(begin) * kColumns) * 4, 0, size_t(end - begin) * kColumns * 4);
   for (const Schedule::Group& g : work.schedule.groups()) {
@@ -328,6 +354,7 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
   Pool& pool = engine_->pool();
   const bool together = tokens >= 4 * pool.size();  // few rows: the caller alone is faster than a barrier
   if (!together) load_rows(call, first, 0, tokens);
+  engine_->reset_turns();
   pool.run([&](int w) {
     if (together) {
       load_rows(call, first, tokens * w / pool.size(), tokens * (w + 1) / pool.size());

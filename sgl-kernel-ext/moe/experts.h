@@ -1,6 +1,7 @@
 // The engine (threads, kernel table, workspace) and one layer's experts: packing and the forward pass.
 #pragma once
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -43,6 +44,12 @@ class Engine {
     std::vector<uint16_t*> act_out;
     std::vector<float*> out_rows;
   } work;
+
+  // The parts of a phase that the workers of a node take as they become free, each its own first: the processors of a
+  // machine that others use, too, are not equally fast. Which worker computes a part changes no result.
+  struct alignas(64) Turn { std::atomic<int> next; };
+  std::unique_ptr<Turn[]> turns;  // of gate and up, then of down; per node
+  void reset_turns();
 
   struct Stats { int64_t calls = 0, tokens = 0, busy_ns = 0; } stats;
   std::string unplaced;  // why the system refuses to take memory from a node that is named; empty: it does not
@@ -109,8 +116,10 @@ class Experts {
   template <class Pack> int64_t each_panel(int expert, Part part, const Pack& pack);
   void pass(const Forward& call, int64_t first, int tokens);
   void load_rows(const Forward& call, int64_t first, int begin, int end);
+  template <class Body> void take_turns(int worker, int phase, int each, const Body& body);
   void gate_up(const Forward& call, int worker);
   void down(const Forward& call, int64_t first, int tokens, int worker);
+  void down_panels(const Forward& call, int64_t first, int tokens, int worker, int begin, int end);
   void store_row(const Forward& call, int64_t row, int begin, int end);
   int columns(Part part) const { return part == Part::down ? shape_.hidden : shape_.width; }
   size_t vector_at(int expert, Part part) const;

@@ -248,6 +248,67 @@ def test_activation_scales_are_not_needed():
     assert store.missing() == []
 
 
+def test_e8m0_scales_of_a_block_are_read_too():
+    """DeepSeek's later checkpoints have powers of two, as bytes or as float32."""
+    case = CASES["fp8_block_32_32"]
+    layer = layers.random_layer(case)
+    loaded = layers.tensors(layer, case)
+    powers = {k: torch.exp2(torch.log2(t).round()) if k[2] == SCALES else t for k, t in loaded.items()}
+    bytes_of = {k: t.to(torch.float8_e8m0fnu) if k[2] == SCALES else t for k, t in powers.items()}
+    x, ids, weights = layers.batch(layer, 3)
+    outs = [layers.load(layers.empty_store(layer, case), held).experts.forward(x, ids, weights) for held in (powers, bytes_of)]
+    assert torch.equal(*outs) and outs[0].any()
+
+
+def test_a_channel_scale_may_have_one_axis_or_two():
+    case = CASES["fp8_channel"]
+    layer = layers.random_layer(case)
+    loaded = layers.tensors(layer, case)
+    flat = {k: t.flatten() if k[2] == CHANNEL else t for k, t in loaded.items()}
+    x, ids, weights = layers.batch(layer, 3)
+    outs = [layers.load(layers.empty_store(layer, case), held).experts.forward(x, ids, weights) for held in (loaded, flat)]
+    assert torch.equal(*outs) and outs[0].any()
+
+
+@pytest.mark.parametrize("rows, factor", [("gate", 0.1), ("up", 0.1)])
+def test_gate_and_up_keep_their_own_scale_per_tensor(rows, factor):
+    case = CASES["fp8_tensor"]
+    layer = layers.random_layer(case)
+    for parts in layer.weights:
+        parts[rows].values *= factor
+        parts[rows].tensors[GLOBAL] = torch.tensor(float(parts[rows].tensors[GLOBAL]) * factor, dtype=torch.float64).float()
+    x, ids, weights = layers.batch(layer, 5)
+    store = layers.load(layers.empty_store(layer, case), layers.tensors(layer, case))
+    layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
+
+
+@pytest.mark.parametrize("model", [torch.float16, torch.float32])
+def test_float16_weights_stay_float16_unless_the_model_is_bf16(model):
+    case = CASES["f16"]
+    layer = layers.random_layer(case)
+    x, ids, weights = layers.batch(layer, 4, dtype=torch.float32)
+    kept = layers.load(layers.empty_store(layer, case, dtype=model), layers.tensors(layer, case))
+    layers.assert_equals_reference(kept.experts.forward(x, ids, weights), layer, x, ids, weights)
+    rounded = layers.load(layers.empty_store(layer, case, dtype=torch.bfloat16), layers.tensors(layer, case))
+    for parts in layer.weights:
+        for matrix in parts.values():
+            matrix.values = matrix.tensors[CODES].bfloat16().double().numpy()
+    layers.assert_equals_reference(rounded.experts.forward(x, ids, weights), layer, x, ids, weights)
+
+
+def test_bf16_weights_stay_bf16_in_a_float16_model():
+    geometry = dict(experts=1, hidden=32, width=32, dtype=torch.float16)
+    packing = {stored: formats.Unquantized().packing(formats.Geometry(**geometry, stored=stored_as(stored))) for stored in TYPES}
+    assert {stored: found.format for stored, found in packing.items()} == {"bf16": "bf16", "f16": "f16", "f32": "f16", None: "f16"}
+
+
+TYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32, None: None}
+
+
+def stored_as(name):
+    return {CODES: TYPES[name]} if name else {}
+
+
 @pytest.mark.parametrize("spelled", ["uint8", "float8_e8m0fnu", "float32"])
 def test_e8m0_scales_mean_the_same_in_every_type(spelled):
     case = CASES["deepseek_mxfp4"]
@@ -349,6 +410,11 @@ def with_number(value, tensor):
     return tensor
 
 
+def with_last(value, tensor):
+    tensor[..., -1] = value
+    return tensor
+
+
 @pytest.mark.parametrize(
     ("name", "what", "change", "said"),
     [
@@ -367,6 +433,33 @@ def with_number(value, tensor):
         ("modelopt_nvfp4", GLOBAL, lambda t: t * 0, "the per-tensor scale is 0.0"),
         ("compressed_nvfp4", GLOBAL, lambda t: t * float("nan"), "the per-tensor scale is nan"),
         ("compressed_nvfp4", GLOBAL, lambda t: t.repeat(2), "has shape [2]; expected one number"),
+        ("f16", CODES, lambda t: with_number(float("inf"), t), "1 of 6144 weights are not valid"),
+        ("fp8_tensor", CODES, lambda t: with_byte(0x7F, t), "1 of 6144 weights are not valid"),
+        ("fp8_tensor", CODES, lambda t: with_byte(0xFF, t), "1 of 6144 weights are not valid"),
+        ("fp8_tensor", CODES, lambda t: t.view(torch.uint8), "the type is uint8; expected float8_e4m3fn"),
+        ("fp8_tensor", CODES, lambda t: t.to(torch.float8_e5m2), "the type is float8_e5m2; expected float8_e4m3fn"),
+        ("fp8_tensor", GLOBAL, lambda t: t * float("inf"), "the per-tensor scale is inf"),
+        ("fp8_block_32_32", CODES, lambda t: t[:, :-1], "the shape is [96, 63]; expected [96, 64]"),
+        ("fp8_block_32_32", SCALES, lambda t: t[:-1], "the shape is [2, 2]; expected [3, 2]"),
+        ("fp8_block_32_32", SCALES, lambda t: with_number(float("nan"), t), "1 of 6 scales are not valid"),
+        ("fp8_block_1_96", SCALES, lambda t: with_number(float("-inf"), t), "1 of 96 scales are not valid"),
+        ("fp8_block_32_32", SCALES, lambda t: t.to(torch.int32), "the type is int32; expected float32"),
+        ("fp8_channel", CHANNEL, lambda t: with_number(float("nan"), t), "1 of 96 scales are not valid"),
+        ("fp8_channel", CHANNEL, lambda t: t[:-1], "the shape is [95, 1]; expected [96, 1]"),
+        ("mxfp8", SCALES, lambda t: with_byte(255, t), "1 of 192 scales are not valid"),
+        ("mxfp8", SCALES, lambda t: t.float(), "the type is float32; expected uint8"),
+        ("awq", CODES, lambda t: t[:, :-1], "the shape is [64, 11]; expected [64, 12]"),
+        ("awq", CODES, lambda t: t.long(), "the type is int64; expected int32"),
+        ("awq", ZEROS, lambda t: t.T, "the shape is [12, 2]; expected [2, 12]"),
+        ("awq", SCALES, lambda t: with_number(float("nan"), t), "1 of 192 scales are not valid"),
+        ("awq", SCALES, lambda t: t.float() / 3, "float32 scales, where the layer's first ones are float16"),
+        ("gptq", CODES, lambda t: t.T, "the shape is [96, 8]; expected [8, 96]"),
+        ("gptq_ordered", ORDER, lambda t: t.flip(0), "columns are grouped in another order than their own (act-order)"),
+        ("gptq", ORDER, lambda t: t.flip(0), "columns are grouped in another order than their own (act-order)"),
+        ("gptq_channel", CHANNEL, lambda t: with_last(float("inf"), t), "1 of 96 scales are not valid"),
+        ("gptq_v2", ZEROS, lambda t: t.to(torch.float16), "the type is float16; expected int32"),
+        ("compressed_int4", CODES, lambda t: t.view(torch.uint8), "the shape is [96, 32]; expected [96, 8]"),
+        ("compressed_int4_zeros", ZEROS, lambda t: t[:, :1], "the shape is [12, 1]; expected [12, 2]"),
     ],
 )  # fmt: skip
 def test_a_bad_tensor_is_named_by_layer_expert_and_part(name, what, change, said):
@@ -398,6 +491,12 @@ def test_a_bad_tensor_is_named_by_file_too(monkeypatch, tmp_path):
         ("model.layers.3.mlp.experts.7.up_proj.weight_scale_2", "up", SCALES, False),
         ("model.layers.3.mlp.experts.7.up_proj.weight_scale_2", "up", GLOBAL, True),
         ("model.layers.3.mlp.shared_experts.up_proj.weight", "up", CODES, False),
+        ("model.layers.3.mlp.experts.7.up_proj.weight_scale", "up", GLOBAL, True),
+        ("model.layers.3.mlp.experts.7.up_proj.weight_scale_inv", "up", SCALES, True),
+        ("model.layers.3.mlp.experts.7.down_proj.qweight", "down", CODES, True),
+        ("model.layers.3.mlp.experts.7.down_proj.qzeros", "down", ZEROS, True),
+        ("model.layers.3.mlp.experts.7.down_proj.scales", "down", CHANNEL, True),
+        ("model.layers.3.mlp.experts.7.down_proj.g_idx", "down", ORDER, True),
     ],
 )
 def test_the_file_of_a_part_is_found_by_the_tensors_name(tensor, part, what, found, tmp_path):
@@ -492,3 +591,46 @@ def test_packing_alone_is_the_time_in_which_at_least_one_thread_packs(monkeypatc
     with progress.packing():  # from 5 to 8
         pass
     assert progress.summary() == "1.00 of 4.00 GB of experts packed in 6.0 s, 0.17 GB/s (packing alone 4.0 s, 0.25 GB/s)"
+
+
+@pytest.mark.parametrize("indexed", [True, False])
+def test_the_types_of_codes_and_scales_are_read_from_the_headers_of_each_layer(tmp_path, indexed):
+    def tensors(layer, scales):
+        prefix = f"model.layers.{layer}.mlp.experts.0.gate_proj"
+        return {f"{prefix}.qweight": torch.zeros(1, dtype=torch.int32), f"{prefix}.scales": torch.zeros(1, dtype=scales)}
+
+    held = {"a": tensors(0, torch.float16), "b": tensors(1, torch.bfloat16) | {"model.layers.2.mlp.experts.0.w1.weight": torch.zeros(1)}}
+    for name, some in held.items():
+        safetensors.save_file(some, tmp_path / f"{name}.safetensors")
+    if indexed:
+        index = {"weight_map": {tensor: f"{name}.safetensors" for name, some in held.items() for tensor in some}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert loading.stored_types(tmp_path, 0) == {SCALES: torch.float16}
+    assert loading.stored_types(tmp_path, 1) == {SCALES: torch.bfloat16}
+    assert loading.stored_types(tmp_path, 2) == {CODES: torch.float32}
+    assert loading.stored_types(tmp_path, 3) == {}
+    assert loading.stored_types(tmp_path / "name/of-a-hub", 0) == {}
+
+
+def test_what_the_headers_do_not_tell_is_packed_so_that_any_type_fits():
+    case = CASES["gptq_zeros"]
+    geometry = formats.Geometry(1, 64, 64)
+    assert case.format.packing(geometry).scales == "f32"
+
+
+@pytest.mark.parametrize(
+    ("format", "sizes", "said"),
+    [
+        (formats.Fp8Block(128, 48), (64, 96, 1), "FP8 blocks of 48 columns are not supported (multiples of 32 are)"),
+        (formats.Fp8Block(128, 128), (64, 48, 4), "128 columns and a rank's share of 48 have no multiple of 32 in common, choose another --tp-size"),
+        (formats.Mxfp8(), (64, 48, 2), "48 columns are no multiple of the 32 that share a scale, choose another --tp-size"),
+        (formats.Gptq(group=128, zero_points=False), (64, 80, 2), "groups of 128 columns and a rank's share of 80 have no multiple of 32"),
+        (formats.Awq(group=32, zero_points=True), (64, 36, 1), "36 rows do not fill words of 8"),
+        (formats.CompressedTensorsInt4(group=-1, zero_points=False), (64, 36, 2), "36 columns do not fill words of 8"),
+    ],
+)  # fmt: skip
+def test_sizes_that_cannot_be_packed_are_said_before_loading(format, sizes, said):
+    hidden, width, ranks = sizes
+    (problem,) = format.problems(formats.Geometry(1, hidden, width, 0, ranks))
+    assert said in problem
+    assert format.problems(formats.Geometry(1, 128, 96, 0, 1)) == ([] if "48 columns are not" not in said else [problem])

@@ -70,6 +70,61 @@ def base_method(name):
     return compressed, named("CompressedTensorsWNA16MoE", num_bits=4, strategy=strategy, group_size=group, sym=not zeros, actorder=None)
 
 
+def int4(**changes):
+    return SimpleNamespace(**{"weight_bits": 4, "group_size": 32, "zero_point": True, "desc_act": False, "is_sym": True, **changes})
+
+
+NEARLY = {
+    "GPTQ with 8 bits is not supported (4 bits are)": ("GPTQMarlinMoEMethod", int4(weight_bits=8), None),
+    "GPTQ with 3 bits is not supported (4 bits are)": ("GPTQMoEMethod", int4(weight_bits=3), None),
+    "in Marlin's own layout are not supported": ("GPTQMoEMethod", int4(checkpoint_format="marlin"), None),
+    "AWQ with 8 bits is not supported (4 bits are)": ("AWQMoEMethod", int4(weight_bits=8), None),
+    "AWQ without zero points is not supported": ("AWQMoEMethod", int4(zero_point=False), None),
+    "compressed-tensors integers of 8 bits are not supported (4 bits are)": (
+        "CompressedTensorsFusedMoEMethod", None, ("CompressedTensorsWNA16MoE", dict(num_bits=8)),
+    ),
+    "--quantization fp8 makes FP8 weights while loading, which hybrid MoE does not": (
+        "Fp8MoEMethod", SimpleNamespace(is_checkpoint_fp8_serialized=False), None,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("said", NEARLY)
+def test_what_is_nearly_a_format_is_refused_by_what_is_wrong_with_it(method, said):
+    from sglang.srt.lk.compat import Refusal
+
+    kind, config, scheme = NEARLY[said]
+    made = moe_layer(layers.random_layer(CASES["bf16"]), None, named(scheme[0], **scheme[1]) if scheme else None)
+    with pytest.raises(Refusal) as caught:
+        method.make_for_layer(layer=made, base_method=named(kind, quant_config=config), prefix=layers.NAME)
+    assert said in str(caught.value) and layers.NAME in str(caught.value)
+
+
+@pytest.mark.parametrize("kind, found", [("gptq", formats.Gptq), ("awq", formats.Awq)])
+def test_the_mixed_method_has_the_conventions_of_what_it_stands_for(kind, found):
+    config = int4(linear_quant_method=kind, has_zp=kind == "awq", full_config={"sym": True, "checkpoint_format": "gptq_v2"})
+    del config.is_sym
+    made = formats.format_for(named("MoeWNA16Method", quant_config=config), None)
+    assert type(made) is found and made.zero_points == (kind == "awq")
+
+
+@pytest.mark.parametrize("order, wanted", [(None, False), ("weight", False), ("static", False), ("group", True), ("dynamic", True)])
+def test_a_column_order_is_waited_for_where_there_is_one(order, wanted):
+    scheme = named("CompressedTensorsWNA16MoE", num_bits=4, strategy="group", group_size=32, sym=True, actorder=order)
+    made = formats.format_for(named("CompressedTensorsFusedMoEMethod"), scheme)
+    assert (formats.ORDER in made.needs) == wanted
+
+
+@pytest.mark.parametrize("scheme, found", [
+    (("CompressedTensorsW8A8Fp8MoE", dict(weight_block_size=None, weight_quant=SimpleNamespace(strategy="channel"))), formats.Fp8Channel),
+    (("CompressedTensorsW8A8Fp8MoE", dict(weight_block_size=None, weight_quant=SimpleNamespace(strategy="tensor"))), formats.Fp8Tensor),
+    (("QuarkW8A8FP8MoE", dict(weight_qscheme="per_channel")), formats.Fp8Channel),
+    (("QuarkW8A8FP8MoE", dict(weight_qscheme="per_tensor")), formats.Fp8Tensor),
+])  # fmt: skip
+def test_fp8_schemes_tell_how_far_a_scale_reaches(scheme, found):
+    assert type(formats.format_for(named("CompressedTensorsFusedMoEMethod"), named(scheme[0], **scheme[1]))) is found
+
+
 def bare(kind, **attributes):
     made = kind.__new__(kind)
     if isinstance(made, torch.nn.Module):

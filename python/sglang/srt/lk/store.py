@@ -137,7 +137,9 @@ class LayerStore:
         scales = self.format.scales(tensor, window, self.packing)
         with self._progress.packing():
             bad = self.experts.pack_scales(expert, part, scales)
-        _finite(bad, scales, "scales")
+        if bad and scales.numel() != tensor.numel():  # spread: what is said is about the checkpoint's own
+            bad = int((~torch.isfinite(tensor.to(torch.float32))).sum())
+        _finite(bad, tensor, "scales")
 
     def _zeros(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
         self.experts.pack_zeros(expert, part, self.format.zeros(tensor, window, self.packing))

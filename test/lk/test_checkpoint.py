@@ -14,6 +14,39 @@ def packed(scale, group, kind="weight_packed", scale_kind="weight_scale", codes=
     )
 
 
+def int4(kind, bits=4, group=32, scales="F16", **where):
+    """The names and shapes of what packs integers in words of 32 bits."""
+    kinds = {
+        "awq": {
+            "qweight": lambda r, c: ("I32", (c, r * bits // 32)),
+            "qzeros": lambda r, c: ("I32", (c // group, r * bits // 32)),
+            "scales": lambda r, c: (scales, (c // group, r)),
+        },
+        "gptq": {
+            "qweight": lambda r, c: ("I32", (c * bits // 32, r)),
+            "qzeros": lambda r, c: ("I32", (c // group, r * bits // 32)),
+            "scales": lambda r, c: (scales, (c // group, r)),
+            "g_idx": lambda r, c: ("I32", (c,)),
+        },
+        "compressed": {
+            "weight_packed": lambda r, c: ("I32", (r, c * bits // 32)),
+            "weight_scale": lambda r, c: (scales, (r, c // group)),
+            "weight_shape": lambda r, c: ("I32", (2,)),
+        },
+    }
+    return headers.per_expert(kinds[kind], **where)
+
+
+def fp8(rows, columns, name="weight_scale_inv"):
+    """A scale for each block of so many rows and columns; 0: of all of them."""
+    return headers.per_expert(
+        {
+            "weight": lambda r, c: ("F8_E4M3", (r, c)),
+            name: lambda r, c: ("F32", (-(-r // rows) if rows else 1, -(-c // columns) if columns else 1)),
+        }
+    )
+
+
 MIXTRAL = {"prefix": "model.layers.{}.block_sparse_moe.experts.", "names": ("w1", "w3", "w2")}
 DEEPSEEK = {"prefix": "layers.{}.ffn.experts.", "names": ("w1", "w3", "w2")}
 STACKED = "model.layers.{}.mlp.experts."
@@ -57,10 +90,12 @@ SPELLINGS = {
         "mxfp8",
         headers.per_expert({"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale": lambda r, c: ("U8", (r, c // 32))}),
     ),
-    "int4 of AWQ": (
-        "int4",
-        headers.per_expert({"qweight": lambda r, c: ("I32", (c, r // 8)), "scales": lambda r, c: ("F16", (1, r))}),
-    ),
+    "int4 of AWQ": ("int4", int4("awq")),
+    "int4 of GPTQ": ("int4", int4("gptq")),
+    "int4 of compressed-tensors": ("int4", int4("compressed")),
+    "int8 of GPTQ": ("int8", int4("gptq", bits=8)),
+    "int3 of GPTQ": ("int3", int4("gptq", bits=3)),
+    "int8 of compressed-tensors": ("int8", int4("compressed", bits=8)),
 }
 
 
@@ -113,6 +148,45 @@ def test_layers_may_differ_in_format_and_a_mixed_layer_says_so(tmp_path):
     tensors["model.layers.1.mlp.experts.0.up_proj.weight"] = ("F16", (I, H))
     found = checkpoint.read(headers.checkpoint(tmp_path / "m", tensors))
     assert [x.format for x in found.layers] == ["mxfp4", "mixed: bf16, f16"]
+
+
+CODED = {
+    "blocks of whole panels": (fp8(16, 32), {}, {"group": 32, "scales": "f32_shared"}),
+    "blocks of single rows": (fp8(1, 32), {}, {"group": 32, "scales": "f32"}),
+    "fp8 per tensor": (fp8(0, 0, "weight_scale"), {}, {}),
+    "fp8 per channel": (fp8(1, 0, "weight_scale"), {}, {}),
+    "AWQ": (int4("awq"), {}, {"group": 32, "scales": "f16", "zeros": True}),
+    "GPTQ": (int4("gptq", scales="BF16"), {"sym": False}, {"group": 32, "scales": "bf16", "zeros": True}),
+    "symmetric GPTQ": (int4("gptq"), {"sym": True}, {"group": 32, "scales": "f16", "zeros": False}),
+    "compressed-tensors": (int4("compressed", scales="BF16"), {}, {"group": 32, "scales": "bf16", "zeros": False}),
+    "compressed-tensors, F32": (int4("compressed", scales="F32"), {}, {"group": 32, "scales": "f32", "zeros": False}),
+}
+
+
+@pytest.mark.parametrize("case", CODED)
+def test_what_else_decides_the_packed_size_is_read_from_the_scales(tmp_path, case):
+    tensors, says, packing = CODED[case]
+    found = checkpoint.read(headers.checkpoint(tmp_path / "m", tensors, {"quantization_config": says}))
+    assert [layer.packing for layer in found.layers] == [packing, packing]
+
+
+def test_an_index_entry_that_another_shard_makes_up_for_is_only_stale(tmp_path):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    name = "model.layers.0.mlp.experts.0.gate_proj.weight"
+    index = {"weight_map": {"model.embed_tokens.weight": "model.safetensors", name: "gone.safetensors"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert checkpoint.read(folder).problems == []
+
+
+def test_a_tensor_in_two_shards_is_a_doubt_and_counted_once(tmp_path):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    once = checkpoint.read(folder)
+    headers.write_file(folder / "old.safetensors", headers.bf16(layers=(1,)))
+    found = checkpoint.read(folder)
+    assert found.problems == [] and found.layers == once.layers and found.other_bytes == once.other_bytes
+    (doubt,) = found.doubts
+    first = "model.layers.1.mlp.experts.0.gate_proj.weight"
+    assert doubt == f"12 tensors of old.safetensors are in model.safetensors, too ({first}): whichever is read last counts"
 
 
 def test_missing_expert_tensors_are_named(tmp_path):

@@ -137,6 +137,34 @@ def test_a_format_that_is_not_served_is_refused_with_those_that_are(tmp_path):
     assert problem == "layers 0-1 of the main model: int8 experts are not served on the CPU; supported are " + ", ".join(double.Extension().formats())
 
 
+def test_the_packed_size_follows_what_the_scales_say(tmp_path, ext, monkeypatch):
+    asked = []
+    monkeypatch.setattr(ext, "packed_bytes", lambda *sizes, **coding: asked.append((sizes, coding)) or 1000)
+    kinds = {"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale_inv": lambda r, c: ("F32", (r // 16, c // 32))}
+    report = examine(headers.checkpoint(tmp_path / "m", headers.per_expert(kinds)))
+    assert [row["host_bytes"] for row in report.facts["model"]["layers"]] == [4000, 4000]
+    assert asked == [(("fp8", 64, 32), {"group": 32, "scales": "f32_shared"})] * 2
+    assert report.ok
+
+
+def test_tensors_that_are_in_two_files_are_a_warning_with_a_remedy(tmp_path):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    headers.write_file(folder / "old.safetensors", headers.bf16(layers=(1,)))
+    report = examine(folder)
+    (problem,) = report.problems
+    assert report.ok and not problem.stops
+    assert problem.what.startswith("m: 12 tensors of old.safetensors are in model.safetensors, too")
+    assert "remove the file that does not belong" in problem.remedy
+
+
+def test_a_checkpoint_is_looked_at_without_the_kernels_too(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, doctor.EXTENSION, None)
+    report = examine(headers.checkpoint(tmp_path / "m", headers.bf16()))
+    (problem,) = stops(report)
+    assert problem.startswith("the kernels (sgl_kernel_ext) do not load")
+    assert [row["format"] for row in report.facts["model"]["layers"]] == ["bf16", "bf16"]
+
+
 def test_resident_layers_take_no_host_memory_and_must_exist(tmp_path, monkeypatch):
     shows_cards(monkeypatch, CARD)
     folder = headers.checkpoint(tmp_path / "m", headers.bf16())

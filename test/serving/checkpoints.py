@@ -311,19 +311,23 @@ def _compressed_tensors_nvfp4(tensors: dict, packed: bool) -> tuple[dict, dict]:
 
 
 def _quantized(grid: str) -> Callable[[dict, bool], tuple[dict, dict]]:
+    how = quantized.FORMATS[grid]
+
     def pack(tensors: dict, packed: bool) -> tuple[dict, dict]:
         out = {}
         for name, value in tensors.items():
             if ".experts." not in name:
                 out[name] = value
                 continue
-            values, held = quantized.FORMATS[grid].make(value)
+            values, held = how.make(value)
             if packed:
                 out |= {name.removesuffix("weight") + suffix: tensor for suffix, tensor in held.items()}
             else:
-                out[name] = values.to(value.dtype)
-                assert torch.equal(out[name].float(), values), "BF16 does not hold these values"
-        return ({"quantization_config": quantized.FORMATS[grid].config} if packed else {}), out
+                out[name] = values.to(how.twin)
+                assert torch.equal(out[name].float(), values), f"{how.twin} does not hold these values"
+        if not packed:
+            return {}, out
+        return {"quantization_config": how.config} if how.config else {"dtype": "float16"}, out
 
     return pack
 

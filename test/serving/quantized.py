@@ -4,7 +4,7 @@ Scales have three significant bits, so that every product with a code (four bits
 has at most seven and BF16 holds it: the BF16 checkpoint of the values and the quantized one are the same model.
 
 A format is a row in ``FORMATS``: its function makes ``(values, tensors by suffix)`` of one ``[rows, columns]`` weight, its
-configuration is what a publisher's ``config.json`` says.
+configuration is what a publisher's ``config.json`` says of the quantization.
 """
 
 import dataclasses
@@ -22,7 +22,8 @@ Made = tuple[torch.Tensor, dict[str, torch.Tensor]]
 class Quantized:
     make: Callable[[torch.Tensor], Made]
     config: dict
-    model: dict = dataclasses.field(default_factory=dict)  # what else its config.json says
+    model: dict = dataclasses.field(default_factory=dict)  # other sizes than the usual ones
+    twin: torch.dtype = torch.bfloat16  # holds the values, too
 
 
 def coarse(scales: torch.Tensor) -> torch.Tensor:
@@ -42,6 +43,12 @@ def in_blocks(value: torch.Tensor, high: int, wide: int) -> tuple[torch.Tensor, 
     padded[: value.shape[0], : value.shape[1]] = value.abs()
     table = padded.view(rows, high, columns, wide).amax((1, 3)).clamp_min(2.0**-9)
     return table, table.repeat_interleave(high, 0).repeat_interleave(wide, 1)[: value.shape[0], : value.shape[1]]
+
+
+def f16(value: torch.Tensor) -> Made:
+    """Eleven bits, of which BF16 would lose three."""
+    held = (value.float() * 1.001).to(torch.float16)
+    return held.float(), {"weight": held}
 
 
 def fp8(high: int, wide: int, suffix: str, *, round_scales=coarse, dtype=torch.float32, shape=None) -> Callable[[torch.Tensor], Made]:
@@ -123,6 +130,7 @@ _GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False, sym=Tru
 _EVERY = 1 << 20
 
 FORMATS: dict[str, Quantized] = {
+    "f16": Quantized(f16, {}, twin=torch.float32),
     "fp8_block": Quantized(  # the last blocks are halves
         fp8(64, 64, "weight_scale_inv"), _FP8 | dict(weight_block_size=[64, 64]), dict(moe_intermediate_size=96)
     ),

@@ -373,9 +373,10 @@ def test_loading_from_many_threads_is_loading(case):
     layers.assert_equals_reference(store.experts.forward(x, ids, weights), layer, x, ids, weights)
 
 
-def test_a_start_without_a_checkpoint_has_valid_experts(case):
+@pytest.mark.parametrize("model", [None, torch.float32], ids=["usual", "float32"])
+def test_a_start_without_a_checkpoint_has_valid_experts(case, model):
     layer = layers.random_layer(case)
-    store = layers.empty_store(layer, case)
+    store = layers.empty_store(layer, case, dtype=model)
     store.fill_with_samples(seed=1)
     x, ids, weights = layers.batch(layer, 4)
     out = store.experts.forward(x, ids, weights)

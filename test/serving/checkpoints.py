@@ -316,7 +316,7 @@ def _quantized(grid: str) -> Callable[[dict, bool], tuple[dict, dict]]:
     def pack(tensors: dict, packed: bool) -> tuple[dict, dict]:
         out = {}
         for name, value in tensors.items():
-            if ".experts." not in name:
+            if not re.search(r"\.experts\.|self_attn\.\w_proj" if how.attention else r"\.experts\.", name):
                 out[name] = value
                 continue
             values, held = how.make(value)

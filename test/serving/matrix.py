@@ -237,9 +237,9 @@ roundings are, and a routing choice that is nearly a tie may fall the other way.
 FORMATS_HEAD = f"""
 ## Expert formats
 
-One small Qwen3-MoE whose experts are written in each format, its attention in BF16. It is compared with a checkpoint of the same values in BF16 (F16:
+One small Qwen3-MoE whose experts and attention are written in each format (F16, MXFP8 and GPTQ's version 2: the experts). It is compared with a checkpoint of the same values in BF16 (F16:
 in F32), which stock serves, both with float32 activations. Columns of GPTQ and compressed-tensors checkpoints in act-order (`desc_act`, `actorder: group`) and integers of other than 4 bits
-are refused by name. Quantized layers beside the experts are SGLang's own: it has no FP8 or INT4 attention for a CPU without AMX.
+are refused by name. Attention is SGLang's business; where it has no kernel for the format, on a CPU without AMX, the weights are decoded to the model's type after loading.
 """
 FORMAT_NAMES = {
     "f16": "F16",

@@ -24,6 +24,7 @@ class Quantized:
     config: dict
     model: dict = dataclasses.field(default_factory=dict)  # other sizes than the usual ones
     twin: torch.dtype = torch.bfloat16  # holds the values, too
+    attention: bool = True  # is quantized, too
 
 
 def coarse(scales: torch.Tensor) -> torch.Tensor:
@@ -115,40 +116,42 @@ def compressed(codes, points, scales) -> dict[str, torch.Tensor]:
 
 def compressed_config(format: str, weights: dict, activations: dict | None = None) -> dict:
     group = dict(targets=["Linear"], weights=dict(dynamic=False, **weights), input_activations=activations, output_activations=None)
-    ignored = ["lm_head", "re:.*self_attn.*", "re:.*mlp.gate$"]
+    ignored = ["lm_head", "re:.*mlp.gate$"]
     return dict(quant_method="compressed-tensors", format=format, config_groups={"group_0": group}, ignore=ignored,
                 quantization_status="compressed")  # fmt: skip
 
 
 _ATTENTION = [f"model.layers.{layer}.self_attn.{part}_proj" for layer in range(2) for part in "qkvo"]
-_FP8 = dict(quant_method="fp8", activation_scheme="dynamic", modules_to_not_convert=_ATTENTION + ["lm_head"])
-_MXFP8 = _FP8 | dict(quant_method="mxfp8")
+_FP8 = dict(quant_method="fp8", activation_scheme="dynamic", modules_to_not_convert=["lm_head"])
+_MXFP8 = _FP8 | dict(quant_method="mxfp8", modules_to_not_convert=_ATTENTION + ["lm_head"])
 _TOKENS = dict(num_bits=8, type="float", strategy="token", symmetric=True, dynamic=True)
 _AWQ = dict(quant_method="awq", bits=4, group_size=32, zero_point=True, version="gemm",
-            modules_to_not_convert=["self_attn", "lm_head"])  # fmt: skip
-_GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False, sym=True, lm_head=False, dynamic={r"-:.*self_attn.*": {}})
+            modules_to_not_convert=["lm_head"])  # fmt: skip
+_GPTQ = dict(quant_method="gptq", bits=4, group_size=32, desc_act=False, sym=True, lm_head=False, dynamic={})
 _EVERY = 1 << 20
 
 FORMATS: dict[str, Quantized] = {
-    "f16": Quantized(f16, {}, twin=torch.float32),
+    "f16": Quantized(f16, {}, twin=torch.float32, attention=False),
     "fp8_block": Quantized(  # the last blocks are halves
         fp8(64, 64, "weight_scale_inv"), _FP8 | dict(weight_block_size=[64, 64]), dict(moe_intermediate_size=96)
     ),
     "fp8_tensor": Quantized(fp8(_EVERY, _EVERY, "weight_scale", shape=()), _FP8),
     "fp8_modelopt": Quantized(
         fp8(_EVERY, _EVERY, "weight_scale", shape=()),
-        dict(quant_method="modelopt", quant_algo="FP8", ignore=["*self_attn*", "lm_head", "*mlp.gate"]),
+        dict(quant_method="modelopt", quant_algo="FP8", ignore=["lm_head", "*mlp.gate"]),
     ),
     "fp8_channel": Quantized(
         fp8(1, _EVERY, "weight_scale"),
         compressed_config("float-quantized", dict(num_bits=8, type="float", strategy="channel", symmetric=True), _TOKENS),
     ),
-    "mxfp8": Quantized(fp8(1, 32, "weight_scale_inv", round_scales=power, dtype=torch.uint8), _MXFP8),
+    "mxfp8": Quantized(fp8(1, 32, "weight_scale_inv", round_scales=power, dtype=torch.uint8), _MXFP8, attention=False),
     "awq": Quantized(int4(32, awq, zeros=True), _AWQ),
     "gptq": Quantized(int4(32, gptq(), zeros=False), _GPTQ),
     "gptq_zeros": Quantized(int4(32, gptq(), zeros=True), _GPTQ | dict(sym=False)),
     "gptq_v2_channel": Quantized(
-        int4(-1, gptq(0), zeros=True), _GPTQ | dict(sym=False, group_size=-1, checkpoint_format="gptq_v2")
+        int4(-1, gptq(0), zeros=True),
+        _GPTQ | dict(sym=False, group_size=-1, checkpoint_format="gptq_v2", dynamic={r"-:.*self_attn.*": {}}),
+        attention=False,  # upstream's linear layers on a CPU do not know this version
     ),
     "int4": Quantized(
         int4(64, compressed, zeros=False, dtype=torch.bfloat16),

@@ -17,7 +17,7 @@ are created. With the switch off nothing here is imported and SGLang is stock. I
 - ``handover`` rows from the GPU to the CPU experts and back, inside CUDA graphs; ``driver`` builds and launches its kernels
 - ``method``   the wrapper around SGLang's quantization method: wiring only
 - ``patches``  the few places where SGLang is changed while it runs; ``cpu_models`` has those for models on a CPU,
-  ``cpu_formats`` those for quantized experts there
+  ``cpu_formats`` those for quantized experts there, ``cpu_linear`` what becomes of quantized layers beside them
 - ``cli``      the command ``sglang-lk``: ``doctor`` (with ``checkpoint``, ``machine``, ``install_check``, ``doctor_text``)
   and ``bench``; ``term`` draws their tables
 

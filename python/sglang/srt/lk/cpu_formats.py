@@ -2,7 +2,7 @@
 
 Upstream's own kernels for these formats want a GPU or AMX; the experts' are ours, and of upstream's classes only what they know
 of the checkpoint is used. Nothing changes with a GPU. Each function is a patch for the module that it names in
-``patches.PATCHES``. Quantized layers beside the experts are upstream's business.
+``patches.PATCHES``. Quantized layers beside the experts are ``cpu_linear``'s business.
 """
 
 import functools
@@ -12,18 +12,23 @@ from types import ModuleType
 from typing import Any
 
 
+BLACKWELL = 100  # the compute capability that NVFP4 asks for
+
+
 class PatchError(RuntimeError):
     """Upstream is not what a patch was written for."""
 
 
-def choose_nvfp4(module: ModuleType) -> None:
-    """compressed-tensors asks the GPU's capability to choose between two schemes; without a GPU there is none to ask,
-    and it is the weight-only scheme that the CPU experts read."""
+def choose_compressed_tensors(module: ModuleType) -> None:
+    """compressed-tensors asks the GPU's capability to choose between schemes; without a GPU there is none to ask. Of NVFP4's
+    two schemes the CPU experts read the weight-only one; what every GPU of the last years has is no obstacle."""
     original = expect(module.CompressedTensorsConfig, "_check_scheme_supported", ["self", "min_capability", "error"])
 
     @functools.wraps(original)
     def _check_scheme_supported(self: Any, min_capability: int, error: bool = True) -> bool:
-        return False if _without_gpu() and not error else original(self, min_capability, error)
+        if not _without_gpu() or (error and min_capability >= BLACKWELL):
+            return original(self, min_capability, error)
+        return min_capability < BLACKWELL
 
     module.CompressedTensorsConfig._check_scheme_supported = _check_scheme_supported
 
@@ -94,6 +99,35 @@ def _choosing(config: type, method: type, left_out: Callable[[Any, str], bool]) 
         return method(self) if isinstance(layer, FusedMoE) else original(self, layer, prefix)
 
     return get_quant_method
+
+
+def decode_linear(name: str) -> Callable[[ModuleType], None]:
+    """On a CPU without AMX upstream has no kernel for quantized layers beside the experts: they are decoded after loading."""
+
+    def patch(module: ModuleType) -> None:
+        config = getattr(module, name)
+        original = config.get_quant_method
+
+        @functools.wraps(original)
+        def get_quant_method(self: Any, layer: Any, prefix: str) -> Any:
+            from sglang.srt.layers.linear import LinearBase
+
+            method = original(self, layer, prefix)
+            if not isinstance(layer, LinearBase) or not _without_gpu() or _with_amx():
+                return method
+            from sglang.srt.lk import cpu_linear
+
+            return cpu_linear.decoded(method, layer)
+
+        config.get_quant_method = get_quant_method
+
+    return patch
+
+
+def _with_amx() -> bool:
+    from sglang.srt.utils import cpu_has_amx_support
+
+    return cpu_has_amx_support()
 
 
 def _named(prefix: str, modules: Sequence[str]) -> bool:

@@ -40,6 +40,11 @@ class Unquantized(ExpertFormat):
             raise FormatError("{} weights that {} does not hold exactly; --dtype {} rounds them".format(*names))
         return held
 
+    def sample(self, what: str, shape: tuple[int, ...], generator: torch.Generator) -> torch.Tensor:
+        if what != CODES:
+            return super().sample(what, shape, generator)
+        return torch.randint(-16, 17, shape, generator=generator) / 512  # exact in either type
+
     def _type(self, geometry: Geometry) -> torch.dtype:
         stored = geometry.stored.get(CODES)
         exact = stored is torch.float16 and geometry.dtype is not torch.bfloat16

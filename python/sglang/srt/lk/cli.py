@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     _add_kernels(measures)
     _add_compare(measures)
     _add_handover(measures)
+    for what in ("decode", "prefill"):
+        _add_serving(measures, what)
     return top
 
 
@@ -129,6 +131,28 @@ def _add_handover(measures) -> None:
     handover.set_defaults(run=_handover)
 
 
+def _add_serving(measures, what: str) -> None:
+    measured = "a decode step" if what == "decode" else "a prefill"
+    serving = measures.add_parser(
+        what,
+        help=f"time {measured} of a model's shape without its weights",
+        description=f"Start a server of random weights with a model's shape and time {measured} from outside, so that you know "
+        "before a download how fast it would be here. LK_* and everything after -- go to the server.",
+    )
+    add = serving.add_argument
+    add("--model-config", required=True, metavar="NAME|PATH", help="a shipped shape, a config.json or a folder with one")
+    add("--experts", choices=("bf16", "mxfp4", "nvfp4"), help="how experts are written (default: as the config says)")
+    add("--layers", type=int, metavar="N", help="only the first N layers")
+    add("--batch", type=int, action="append", metavar="N", help="requests at a time, may be repeated (default: 1)")
+    add("--prompt", type=int, default=16 if what == "decode" else 2048, metavar="N", help="tokens of a prompt (default: %(default)s)")
+    if what == "decode":
+        add("--tokens", type=int, default=64, metavar="N", help="decode steps of a sample (default: 64)")
+    add("--repeats", type=int, default=5, metavar="N", help="samples whose median counts, at least 2 (default: 5)")
+    add("--json", type=Path, metavar="FILE", help="store the rows")
+    add("flags", nargs="*", metavar="-- FLAG", help="flags of sglang serve")
+    serving.set_defaults(run=_serving, what=what)
+
+
 def _doctor(arguments: argparse.Namespace) -> int:
     from sglang.srt.lk import doctor, doctor_text
 
@@ -169,6 +193,27 @@ def _handover(arguments: argparse.Namespace) -> int:
         )
     )
     write("\n".join(handover.lines(rows, Style.of(sys.stdout))))
+    if arguments.json:
+        arguments.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
+    return 0
+
+
+def _serving(arguments: argparse.Namespace) -> int:
+    from sglang.srt.lk.bench import serving
+
+    if arguments.repeats < 2:
+        raise ValueError(f"--repeats {arguments.repeats}: at least 2, or there is no spread")
+    rows = []
+    try:
+        for found in serving.run(arguments):
+            if isinstance(found, str):
+                write(found)
+            else:
+                rows.append(found)
+                write("\n".join(serving.lines(rows)[0 if len(rows) == 1 else -1 :]))
+    except serving.ServerFailed as error:
+        write(f"sglang-lk: {error}", sys.stderr)
+        return 1
     if arguments.json:
         arguments.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     return 0

@@ -208,7 +208,7 @@ class Config:
     decode_ts: bool = variable("Diagnostics", Switch(), False,
         "Time stamps of the decode path.", feature=PROBE, asks=_given)
     ts_skipgemm: bool = variable("Diagnostics", Switch(), False,
-        "Leave the multiplication out.", feature=PROBE, asks=_given)
+        "Leave the CPU experts out, to time what is around them: every answer is wrong, and the start says so.")
     mbox_stopfile: str | None = variable("Diagnostics", Text(unset="unset"), None,
         "File whose appearance ends the mailbox workers.", feature=PROBE, asks=_given)
     disable_qsa_share: bool = variable("Diagnostics", Switch(), False,

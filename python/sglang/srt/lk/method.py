@@ -7,6 +7,7 @@ never allocated. ``finish`` closes a model's load: every MoE layer taken over an
 A new role is a branch in ``make_for_layer``; routing and activation facts belong to ``compat``.
 """
 
+import contextlib
 import logging
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
-from sglang.srt.lk import boot, compat, formats, handover, kernels, loading, roles
+from sglang.srt.lk import boot, compat, formats, handover, kernels, loading, roles, telemetry
 from sglang.srt.lk.formats import Geometry
 from sglang.srt.lk.store import LayerStore, Progress
 
@@ -97,6 +98,9 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
         assert store is not None, f"{self.name}: create_weights has not run"
         if store.complete:
             return
+        if boot.current().ts_skipgemm:
+            store.complete = True
+            return
         if _args().load_format == "dummy":
             store.fill_with_samples(seed=layer.layer_id)
         problem = loading.missing_error(store)
@@ -115,11 +119,13 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
             raise kernels.KernelError(f"Hybrid MoE: {self.name}: routing came as {type(topk).__name__}, not as a standard top-k")
         hidden, routing = dispatch_output.hidden_states, (topk.topk_ids, topk.topk_weights)
         rest = {"scale": self.scale, "weight_on_input": self.weight_on_input}
-        if hidden.device.type == "cpu":
-            return StandardCombineInput(hidden_states=self.store.experts.forward(hidden, *routing, **rest))
-        if _warms_up():
+        on_gpu = hidden.device.type != "cpu"
+        if boot.current().ts_skipgemm or (on_gpu and _warms_up()):
             return StandardCombineInput(hidden_states=torch.zeros_like(hidden))
-        return StandardCombineInput(hidden_states=_handover.forward(self.store.experts, hidden, *routing, name=self.name, **rest))
+        if not on_gpu:
+            return StandardCombineInput(hidden_states=self.store.experts.forward(hidden, *routing, **rest))
+        with _range(self.name):
+            return StandardCombineInput(hidden_states=_handover.forward(self.store.experts, hidden, *routing, name=self.name, **rest))
 
 
 def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
@@ -168,6 +174,11 @@ def _warms_up() -> bool:
     return get_is_capture_mode() and not torch.cuda.is_current_stream_capturing()
 
 
+def _range(name: str) -> contextlib.AbstractContextManager:
+    """An NVTX range around a layer's hand-over where upstream marks layers, too; a graph that replays has none."""
+    return torch.cuda.nvtx.range(f"lk {name}") if getattr(_args(), "enable_layerwise_nvtx_marker", False) else contextlib.nullcontext()
+
+
 def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
     """After a model's load: no MoE layer may have been missed, none may be unfinished; then say who does what."""
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
@@ -187,7 +198,9 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
     count = {"draft_layer_count" if is_draft else "layer_count": layer_count}
     table = roles.plan([facts for facts, _ in known.values()], boot.current(), device=compat.device(_args()), **count).table()
     stores = [store for _, store in known.values() if store is not None]
-    if stores and compat.device(_args()) == "cuda":
+    if stores and boot.current().ts_skipgemm:
+        logger.warning("Hybrid MoE: LK_TS_SKIPGEMM=1 leaves the CPU experts out: every answer is wrong, only times mean something")
+    elif stores and compat.device(_args()) == "cuda":
         _prepare_handover(stores, [m for _, m in modules if isinstance(m.quant_method, HybridMoEMethod)])
     engine = kernels.engine()
     logger.info("%s\n  %s\n  %d threads, %s kernels", table, _progress.summary(), engine.threads, engine.isa)
@@ -213,9 +226,25 @@ def _prepare_handover(stores: list[LayerStore], layers: list[Any]) -> None:
             bind=config.thread_binding == "CPU_CORE",
         )
         handover.watch(_handover.native, end=handover.end_server(_handover.native))
+        telemetry.start(_handover.native, **_telemetry())
     else:
         _handover.reserve(sizes)
     _handover.check(stores[0].experts, name=stores[0].name, top_k=top_k, dtype=dtype)
+
+
+def _telemetry() -> dict[str, Any]:
+    """What the server's arguments ask for, and what the metrics say once."""
+    args, sizes = _args(), {"resident": (0, 0), "cpu": (0, 0)}
+    for facts, store in _layers.values():
+        role = "resident" if store is None else "cpu"
+        sizes[role] = sizes[role][0] + 1, sizes[role][1] + facts.bytes
+    rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
+    return {
+        "every": getattr(args, "decode_log_interval", None) or 40,
+        "metrics": bool(args.enable_metrics),
+        "rank": rank,
+        "roles": sizes,
+    }
 
 
 def _largest_batch(args: Any) -> int:

@@ -12,6 +12,7 @@ share of the machine that a kernel reaches; milliseconds of two runs are not com
 * ``roofline``: the picture.
 * ``compare``: two JSON files against each other.
 * ``handover``: the way from a GPU to the CPU experts and back, inside CUDA graphs.
+* ``serving``: a server of random weights and a given shape (``models/``), timed from outside.
 
 No torch in here, except where a GPU or a server is measured: numpy buffers and pointers, so that the command answers at once.
 """

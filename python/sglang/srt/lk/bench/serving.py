@@ -1,0 +1,215 @@
+"""How fast would a model of this shape be here? A server with random weights, timed from outside.
+
+The server is the real one, with ``--load-format dummy``: experts get valid random codes in seconds, so nothing has to be
+downloaded. Routing is what random hidden states make of it, close to uniform. Every figure is the median of several
+requests; a decode step is what a longer answer takes more than a shorter one, so that prefill and network drop out.
+
+A new model is a ``config.json`` in ``models/``; a new way to write experts an entry of ``EXPERTS``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.lk.term import table
+
+MODELS = Path(__file__).with_name("models")
+PATIENCE_S = 1800  # for a start; most of it is upstream's own compiling on the first one
+SHORT = 8  # tokens of the answer that is taken off
+_FOUR_BITS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
+# The compressed-tensors conventions, for models whose config.json does not say how their experts are written.
+EXPERTS: dict[str, dict[str, Any] | None] = {
+    "bf16": None,
+    "mxfp4": {"format": "mxfp4-pack-quantized", "weights": {**_FOUR_BITS, "strategy": "group", "group_size": 32}},
+    "nvfp4": {"format": "nvfp4-pack-quantized", "weights": {**_FOUR_BITS, "strategy": "tensor_group", "group_size": 16}},
+}
+IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*mlp[.]gate$", "re:.*shared_expert.*"]
+
+
+class ServerFailed(RuntimeError):
+    """The server did not come up or did not answer; the message ends with its log."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured case: milliseconds of a decode step or of a prefill, ``spread`` its middle half ÷ median."""
+
+    what: str
+    model: str
+    experts: str
+    batch: int
+    prompt: int
+    ms: float
+    tokens_per_s: float
+    spread: float
+
+    as_dict = asdict
+
+
+def known() -> list[str]:
+    return sorted(file.stem for file in MODELS.glob("*.json"))
+
+
+def config_of(name: str, *, experts: str | None, layers: int | None) -> dict[str, Any]:
+    """The ``config.json`` of a shipped name or a file, with the experts and the number of layers asked for."""
+    file = MODELS / f"{name}.json"
+    if not file.is_file():
+        file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    if not file.is_file():
+        raise ValueError(f"--model-config {name}: neither a file nor one of {', '.join(known())}")
+    config = json.loads(file.read_text())
+    if layers is not None:
+        if not 1 <= layers <= config["num_hidden_layers"]:
+            raise ValueError(f"--layers {layers}: the model has {config['num_hidden_layers']}")
+        config["num_hidden_layers"] = layers
+        config |= {key: config[key][:layers] for key in ("layer_types", "compress_ratios") if key in config}
+    if experts is not None:
+        if "quantization_config" in config:
+            raise ValueError(f"--experts {experts}: {name} says itself how its experts are written")
+        if (way := EXPERTS[experts]) is not None:
+            group = {"targets": ["Linear"], "input_activations": None, "output_activations": None, **way}
+            config["quantization_config"] = {
+                "quant_method": "compressed-tensors", "format": way["format"], "quantization_status": "compressed",
+                "config_groups": {"group_0": group}, "ignore": IGNORED,
+            }  # fmt: skip
+    return config
+
+
+class Server:
+    """A server of random weights on a free port, and its log."""
+
+    def __init__(self, config: dict[str, Any], flags: list[str]):
+        self._folder = tempfile.TemporaryDirectory()
+        folder = Path(self._folder.name)
+        (folder / "config.json").write_text(json.dumps(config))
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.log = folder / "server.log"
+        command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-path", str(folder)]
+        command += ["--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup", "--disable-radix-cache"]
+        command += ["--host", "127.0.0.1", "--port", str(self.port), *flags]
+        environ = {"LK_MOE_HYBRID_ENABLED": "1", **os.environ}
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True, preexec_fn=_die_with_parent
+            )
+
+    def __enter__(self) -> Server:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process.pid, signal.SIGTERM)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(10)
+            os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+        self._folder.cleanup()
+
+    def ready(self) -> float:
+        """Seconds until it answered."""
+        began = time.monotonic()
+        while time.monotonic() - began < PATIENCE_S and self._process.poll() is None:
+            with contextlib.suppress(OSError, http.client.HTTPException):  # it does not listen yet
+                if self._ask("GET", "/health")[0] == 200:
+                    return time.monotonic() - began
+            time.sleep(0.5)
+        raise ServerFailed(f"the server did not come up; its log ends:\n{self.tail()}")
+
+    def seconds(self, prompts: list[list[int]], tokens: int) -> float:
+        """How long one batch of greedy answers of so many tokens takes."""
+        sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
+        began = time.perf_counter()
+        status, data = self._ask("POST", "/generate", {"input_ids": prompts, "sampling_params": sampling})
+        took = time.perf_counter() - began
+        if status != 200 or any(len(answer["output_ids"]) != tokens for answer in json.loads(data)):
+            raise ServerFailed(f"the server answered with status {status}: {data[:300]!r}; its log ends:\n{self.tail()}")
+        return took
+
+    def tail(self, size: int = 4000) -> str:
+        return self.log.read_text(errors="replace")[-size:]
+
+    def says(self) -> list[str]:
+        """Its lines about hybrid MoE: the table of roles, and the telemetry."""
+        found, ours = [], False
+        for line in self.log.read_text(errors="replace").splitlines():
+            ours = "Hybrid MoE" in line or (ours and line.startswith("  "))
+            found += [line] if ours else []
+        return found
+
+    def _ask(self, method: str, path: str, body: Any = None) -> tuple[int, bytes]:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=600)
+        try:
+            connection.request(method, path, json.dumps(body) if body else None, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, response.read()
+        finally:
+            connection.close()
+
+
+def decode(server: Server, *, batch: int, prompt: int, tokens: int, repeats: int, vocabulary: int) -> list[float]:
+    """Seconds of one decode step, several times."""
+    found = []
+    for repeat in range(repeats + 1):
+        prompts = random_prompts(batch, prompt, vocabulary, seed=repeat)
+        short, long = server.seconds(prompts, SHORT), server.seconds(prompts, SHORT + tokens)
+        found.append((long - short) / tokens)
+    return found[1:]  # the first pays for what upstream compiles and allocates when it first meets a size
+
+
+def prefill(server: Server, *, batch: int, prompt: int, repeats: int, vocabulary: int) -> list[float]:
+    """Seconds until the first token, several times."""
+    return [server.seconds(random_prompts(batch, prompt, vocabulary, seed=repeat), 1) for repeat in range(repeats + 1)][1:]
+
+
+def random_prompts(batch: int, length: int, vocabulary: int, *, seed: int) -> list[list[int]]:
+    generator = random.Random(seed)
+    return [[generator.randrange(10, min(vocabulary, 30000)) for _ in range(length)] for _ in range(batch)]
+
+
+def run(arguments: Any) -> Iterator[Row | str]:
+    """Rows as they are measured, and lines for the reader between them."""
+    config = config_of(arguments.model_config, experts=arguments.experts, layers=arguments.layers)
+    name, experts = Path(arguments.model_config).stem, arguments.experts or "as its config says"
+    with Server(config, arguments.flags) as server:
+        yield f"ready after {server.ready():.0f} s"
+        yield from server.says()
+        for batch in arguments.batch or [1]:
+            rest = dict(batch=batch, prompt=arguments.prompt, repeats=arguments.repeats, vocabulary=config["vocab_size"])
+            if arguments.what == "decode":
+                times, work = decode(server, tokens=arguments.tokens, **rest), batch
+            else:
+                times, work = prefill(server, **rest), batch * arguments.prompt
+            low, middle, high = statistics.quantiles(times, n=4)
+            yield Row(arguments.what, name, experts, batch, arguments.prompt, middle * 1e3, work / middle, (high - low) / middle)
+        yield from [line for line in server.says() if "[decode]" in line][-3:]
+
+
+def lines(rows: list[Row]) -> list[str]:
+    head = ["", "model", "experts", "batch", "prompt", "ms", "tokens/s", "spread"]
+    cells = [
+        [row.what, row.model, row.experts, str(row.batch), str(row.prompt), f"{row.ms:.2f}", f"{row.tokens_per_s:.1f}", f"{row.spread:.1%}"]
+        for row in rows
+    ]
+    return table([head, *cells], "<<<>>>>>")
+
+
+def _die_with_parent() -> None:
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG

@@ -1,0 +1,61 @@
+"""The numbers that the hand-over says of itself."""
+
+import logging
+
+import pytest
+
+from sglang.srt.lk import telemetry
+
+SUMS = {"calls": 0, "steps": 0, "rows": 0, "busy_us": 0.0, "wait_us": 0.0, "round_us": 0.0}
+
+
+def after(steps, **more):
+    return SUMS | {"steps": steps, "calls": 4 * steps, "rows": 8 * steps, "busy_us": 500.0 * steps} | more
+
+
+def test_a_line_comes_once_enough_steps_have_passed_and_speaks_of_those(caplog):
+    say = telemetry.Line(every=40)
+    with caplog.at_level(logging.INFO):
+        say(SUMS)
+        say(after(39))
+        assert not caplog.records
+        say(after(50, round_us=30_000.0, wait_us=20_000.0))
+        say(after(60, round_us=36_000.0, wait_us=24_000.0))
+    assert [record.getMessage() for record in caplog.records] == [
+        "Hybrid MoE: [decode] 50 steps, 2.0 rows a layer; ms a step: CPU experts 0.500, under way beyond that 0.100, GPU waited 0.400"
+    ]
+
+
+def test_host_functions_have_no_time_under_way():
+    assert "under way" not in telemetry.line(after(10)) and "CPU experts 0.500, GPU waited 0.000" in telemetry.line(after(10))
+
+
+def test_metrics_follow_the_sums_and_never_fall():
+    client = pytest.importorskip("prometheus_client")
+    metrics = telemetry.Metrics(rank=3, roles={"cpu": (4, 1000), "resident": (2, 0)})
+
+    def value(name, **labels):
+        return client.REGISTRY.get_sample_value(f"sglang_lk_{name}", {"tp_rank": "3", **labels})
+
+    metrics(after(10, round_us=6000.0))
+    metrics(after(20, round_us=12_500.0))
+    metrics(after(20, round_us=12_000.0))
+    assert (value("steps_total"), value("rows_total"), value("requests_total")) == (20, 160, 80)
+    assert value("cpu_busy_seconds_total") == pytest.approx(0.01) and value("handover_seconds_total") == pytest.approx(0.0025)
+    assert (value("layers", role="cpu"), value("layers", role="resident"), value("expert_bytes", role="cpu")) == (4, 2, 1000)
+
+
+def test_the_thread_reports_until_the_hand_over_fails(caplog):
+    class Native:
+        asked = 0
+
+        def failure(self, ms):
+            self.asked += 1
+            return "layer 1: gone" if self.asked > 3 else ""
+
+        def stats(self):
+            return after(100 * self.asked)
+
+    with caplog.at_level(logging.INFO):
+        telemetry.start(Native(), every=40, metrics=False, rank=0, roles={}).join(10)
+    assert sum("[decode] 100 steps" in record.getMessage() for record in caplog.records) == 2

@@ -26,9 +26,8 @@ def help_of(command, capsys, monkeypatch):
 
 def test_the_page_shows_the_help_of_every_command(capsys, monkeypatch):
     blocks = BLOCK.findall(PAGE.read_text())
-    assert [command for command, _ in blocks] == [
-        f"sglang-lk{name} --help" for name in ("", " doctor", " bench", " bench kernels", " bench compare")
-    ]
+    commands = ("", " doctor", " bench", " bench kernels", " bench compare", " bench handover", " bench decode", " bench prefill")
+    assert [command for command, _ in blocks] == [f"sglang-lk{name} --help" for name in commands]
     for command, shown in blocks:
         # Words only: Python versions break lines differently.
         assert shown.split() == help_of(command, capsys, monkeypatch).split(), f"run python {__file__}"

@@ -133,7 +133,6 @@ ASKING = {
     "LK_PLE_PROBE": "1",
     "LK_PLE_PROBE_DUMP": "rows.bin",
     "LK_DECODE_TS": "1",
-    "LK_TS_SKIPGEMM": "1",
     "LK_MBOX_STOPFILE": "stop",
     "LK_DISABLE_QSA_SHARE": "1",
 }

@@ -35,8 +35,8 @@ class Machine:
             self.file(f"sys/devices/system/node/node{node}/cpulist", cpulist)
         return self
 
-    def usable(self, affinity, *, threads=None, rank=0, ranks=1) -> cpus.Cpus:
-        return cpus.usable(Config(threads=threads), root=self.root, affinity=affinity, rank=rank, ranks=ranks)
+    def usable(self, affinity, *, threads=None, rank=0, ranks=1, gpu=False) -> cpus.Cpus:
+        return cpus.usable(Config(threads=threads), root=self.root, affinity=affinity, rank=rank, ranks=ranks, gpu=gpu)
 
 
 @pytest.fixture
@@ -303,3 +303,19 @@ def test_a_group_over_its_limit_has_nothing_left(machine):
 
 def test_a_system_that_tells_nothing_about_memory_says_unknown(machine):
     assert cpus.memory(machine.root) == cpus.Memory(None, None, ["host: unknown of unknown available"])
+
+
+@pytest.mark.parametrize("cores, workers", [(1, 1), (2, 2), (3, 3), (4, 3), (7, 6), (8, 6), (16, 14)])
+def test_beside_a_gpu_some_cores_are_left_to_the_threads_that_drive_it(machine, cores, workers):
+    found = machine.usable(set(range(cores)), gpu=True)
+    assert found.cpus == list(range(workers))
+    assert any("left to the threads that drive the GPU" in line for line in found.why) == (workers < cores)
+
+
+def test_beside_a_gpu_every_rank_leaves_cores_of_its_own_share(machine):
+    shares = [machine.usable(set(range(16)), rank=rank, ranks=2, gpu=True).cpus for rank in range(2)]
+    assert shares == [list(range(6)), list(range(8, 14))]
+
+
+def test_beside_a_gpu_a_number_of_threads_is_taken_as_given(machine):
+    assert len(machine.usable(set(range(16)), threads=16, gpu=True).cpus) == 16

@@ -205,7 +205,7 @@ def _serving(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--repeats {arguments.repeats}: at least 2, or there is no spread")
     rows = []
     try:
-        for found in serving.run(arguments):
+        for found in serving.run(arguments, os.environ):
             if isinstance(found, str):
                 write(found)
             else:

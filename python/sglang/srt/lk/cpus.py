@@ -38,14 +38,27 @@ class Memory:
     why: list[str]
 
 
+# Beside a GPU: from so many cores of a rank on, so many are left to Python, whose threads wait for the card awake. A
+# worker that must share its core holds all others up at the next barrier: with 16 of 16 cores a step took three times
+# as long as its memory traffic (Qwen3-30B-A3B's shape, MXFP4, an H200 host).
+SPARE = ((8, 2), (4, 1), (0, 0))
+
+
 def usable(
-    config: Config, *, rank: int = 0, ranks: int = 1, root: str | Path = "/", affinity: Iterable[int] | None = None
+    config: Config,
+    *,
+    rank: int = 0,
+    ranks: int = 1,
+    root: str | Path = "/",
+    affinity: Iterable[int] | None = None,
+    gpu: bool = False,
 ) -> Cpus:
     """The CPUs of one rank out of ``ranks`` that share this host. Ranks never share a CPU.
 
     Workers take one CPU of each physical core first; SMT siblings serve only an ``LK_THREADS`` above the cores.
     ``affinity`` is the mask the process was given (``boot.affinity``); by default the calling thread's, which is
-    another one once a worker pool has pinned it.
+    another one once a worker pool has pinned it. ``gpu``: the workers stay awake while a GPU works, so without an
+    ``LK_THREADS`` some cores are left to the threads that drive it (``SPARE``).
     """
     root = Path(root)
     why: list[str] = []
@@ -59,7 +72,7 @@ def usable(
     mine = _share(cores, rank, ranks)
     if ranks > 1:
         why.append(f"rank {rank} of {ranks}: CPUs {_spans(cpu for core in mine for cpu in core)}")
-    threads, warnings = _threads(config, mine, quota, ranks, why)
+    threads, warnings = _threads(config, mine, quota, ranks, why, gpu=gpu)
     chosen = _spread([core[0] for core in mine], node_of, threads)
     siblings = [cpu for core in mine for cpu in core[1:]]
     chosen += siblings[: threads - len(chosen)]
@@ -129,14 +142,17 @@ def _quota(root: Path, why: list[str]) -> float | None:
 
 
 def _threads(
-    config: Config, mine: list[list[int]], quota: float | None, ranks: int, why: list[str]
+    config: Config, mine: list[list[int]], quota: float | None, ranks: int, why: list[str], *, gpu: bool
 ) -> tuple[int, list[str]]:
     """How many workers, and the warning if ``LK_THREADS`` asked for more than there is."""
     share = float("inf") if quota is None else quota / ranks
     limit = int(max(1, min(sum(len(core) for core in mine), share)))
     default = int(max(1, min(len(mine), share)))
     if config.threads is None:
-        return default, []
+        spare = next(count for cores, count in SPARE if default >= cores) if gpu else 0
+        if spare:
+            why.append(f"{_count(spare, 'core')} left to the threads that drive the GPU")
+        return default - spare, []
     if config.threads > limit:
         reason = "the CPU quota" if share < sum(len(core) for core in mine) else "the CPUs this process may use"
         return limit, [f"LK_THREADS={config.threads} exceeds {reason}: {_count(limit, 'thread')}"]

@@ -77,7 +77,7 @@ def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False) -> Any:
     with _engine_lock:
         if _engine is None:
             config = boot.current()
-            share = cpus.usable(config, rank=rank, ranks=ranks, affinity=boot.affinity())
+            share = cpus.usable(config, rank=rank, ranks=ranks, affinity=boot.affinity(), gpu=gpu)
             for warning in share.warnings:
                 logger.warning("Hybrid MoE: %s", warning)
             _engine = extension().Engine(

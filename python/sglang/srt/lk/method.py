@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
-from sglang.srt.lk import boot, compat, formats, handover, kernels, loading, roles, telemetry
+from sglang.srt.lk import boot, compat, driver, formats, handover, kernels, loading, roles, telemetry
 from sglang.srt.lk.formats import Geometry
 from sglang.srt.lk.store import LayerStore, Progress
 
 logger = logging.getLogger(__name__)
 
 # What a user can be told in one message; everything else is a bug and keeps its traceback.
-PROBLEMS = (compat.Refusal, loading.LoadError, roles.RolesError, kernels.KernelError)
+PROBLEMS = (compat.Refusal, loading.LoadError, roles.RolesError, kernels.KernelError, driver.DriverError)
 
 # Models that apply the routed scaling factor after the experts wherever these do not run on a GPU, although they hand it to
 # the layer as well. Everywhere else the layer's runner applies it, and so do we.

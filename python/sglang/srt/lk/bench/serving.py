@@ -22,11 +22,12 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.lk.config import SWITCH
 from sglang.srt.lk.term import table
 
 MODELS = Path(__file__).with_name("models")
@@ -94,7 +95,7 @@ def config_of(name: str, *, experts: str | None, layers: int | None) -> dict[str
 class Server:
     """A server of random weights on a free port, and its log."""
 
-    def __init__(self, config: dict[str, Any], flags: list[str]):
+    def __init__(self, config: dict[str, Any], flags: list[str], environ: Mapping[str, str]):
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         (folder / "config.json").write_text(json.dumps(config))
@@ -105,10 +106,9 @@ class Server:
         command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-path", str(folder)]
         command += ["--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup", "--disable-radix-cache"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *flags]
-        environ = {"LK_MOE_HYBRID_ENABLED": "1", **os.environ}
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                command, stdout=log, stderr=subprocess.STDOUT, env=environ, start_new_session=True, preexec_fn=_die_with_parent
+                command, stdout=log, stderr=subprocess.STDOUT, env={SWITCH: "1", **environ}, start_new_session=True, preexec_fn=_die_with_parent
             )
 
     def __enter__(self) -> Server:
@@ -184,11 +184,11 @@ def random_prompts(batch: int, length: int, vocabulary: int, *, seed: int) -> li
     return [[generator.randrange(10, min(vocabulary, 30000)) for _ in range(length)] for _ in range(batch)]
 
 
-def run(arguments: Any) -> Iterator[Row | str]:
+def run(arguments: Any, environ: Mapping[str, str]) -> Iterator[Row | str]:
     """Rows as they are measured, and lines for the reader between them."""
     config = config_of(arguments.model_config, experts=arguments.experts, layers=arguments.layers)
     name, experts = Path(arguments.model_config).stem, arguments.experts or "as its config says"
-    with Server(config, arguments.flags) as server:
+    with Server(config, arguments.flags, environ) as server:
         yield f"ready after {server.ready():.0f} s"
         yield from server.says()
         for batch in arguments.batch or [1]:

@@ -1,0 +1,88 @@
+"""Models without weights for ``bench decode`` and ``bench prefill``: their shapes, and what is made of the options."""
+
+import json
+
+import pytest
+
+from sglang.srt.lk import cli
+from sglang.srt.lk.bench import serving
+
+SHAPES = {  # hidden, layers, experts, experts per token, expert width
+    "deepseek-v3": (7168, 61, 256, 8, 2048),
+    "deepseek-v4-flash": (4096, 43, 256, 6, 2048),
+    "glm-4.7-flash": (2048, 47, 64, 4, 1536),
+    "gpt-oss-120b": (2880, 36, 128, 4, 2880),
+    "qwen3-30b-a3b": (2048, 48, 128, 8, 768),
+    "qwen3-next-80b-a3b": (2048, 48, 512, 10, 512),
+}
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_a_shipped_shape_is_the_models(name):
+    c = serving.config_of(name, experts=None, layers=None)
+    experts = c.get("num_experts") or c.get("n_routed_experts") or c.get("num_local_experts")
+    found = c["hidden_size"], c["num_hidden_layers"], experts, c["num_experts_per_tok"], c.get("moe_intermediate_size") or c["intermediate_size"]
+    assert found == SHAPES[name]
+
+
+def test_every_shipped_file_has_its_test():
+    assert serving.known() == sorted(SHAPES)
+
+
+def test_a_path_will_do_as_well_as_a_name(tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
+    assert serving.config_of(str(tmp_path), experts=None, layers=None) == {"num_hidden_layers": 3}
+    assert serving.config_of(str(tmp_path / "config.json"), experts=None, layers=2) == {"num_hidden_layers": 2}
+
+
+def test_fewer_layers_shorten_what_is_listed_per_layer():
+    c = serving.config_of("gpt-oss-120b", experts=None, layers=4)
+    assert c["num_hidden_layers"] == len(c["layer_types"]) == 4
+
+
+@pytest.mark.parametrize("experts, form", [("mxfp4", "mxfp4-pack-quantized"), ("nvfp4", "nvfp4-pack-quantized")])
+def test_experts_can_be_written_in_four_bits(experts, form):
+    c = serving.config_of("qwen3-30b-a3b", experts=experts, layers=None)
+    assert c["quantization_config"]["format"] == form and "lm_head" in c["quantization_config"]["ignore"]
+
+
+@pytest.mark.parametrize("call, text", [
+    (dict(name="qwen4", experts=None, layers=None), "neither a file nor one of deepseek-v3, deepseek-v4-flash"),
+    (dict(name="qwen3-30b-a3b", experts=None, layers=49), "the model has 48"),
+    (dict(name="deepseek-v3", experts="mxfp4", layers=None), "says itself how its experts are written"),
+])  # fmt: skip
+def test_what_cannot_be_made_is_refused(call, text):
+    with pytest.raises(ValueError) as error:
+        serving.config_of(**call)
+    assert text in str(error.value)
+
+
+def test_flags_behind_two_dashes_go_to_the_server():
+    arguments = cli.parser().parse_args(["bench", "decode", "--model-config", "qwen3-30b-a3b", "--batch", "1", "--", "--device", "cpu"])
+    assert arguments.flags == ["--device", "cpu"] and arguments.batch == [1] and arguments.what == "decode"
+
+
+def test_prompts_are_the_same_in_every_run_and_differ_within_one():
+    first = serving.random_prompts(3, 5, 1000, seed=1)
+    assert first == serving.random_prompts(3, 5, 1000, seed=1) and len({tuple(p) for p in first}) == 3
+    assert all(10 <= token < 1000 for prompt in first for token in prompt)
+
+
+class Slow:
+    """A server whose answers take 0.5 s and 0.1 s a token."""
+
+    def seconds(self, prompts, tokens):
+        return 0.5 + 0.1 * tokens
+
+
+def test_a_decode_step_is_what_a_longer_answer_takes_more():
+    found = serving.decode(Slow(), batch=2, prompt=4, tokens=16, repeats=3, vocabulary=1000)
+    assert found == pytest.approx([0.1] * 3)
+    assert serving.prefill(Slow(), batch=1, prompt=4, repeats=2, vocabulary=1000) == pytest.approx([0.6] * 2)
+
+
+def test_only_lines_about_hybrid_moe_are_repeated(tmp_path):
+    server = serving.Server.__new__(serving.Server)
+    server.log = tmp_path / "log"
+    server.log.write_text("start\n  indented\nHybrid MoE: 2 MoE layers\n  model role\n  main cpu\nother\n  indented\n")
+    assert server.says() == ["Hybrid MoE: 2 MoE layers", "  model role", "  main cpu"]

@@ -178,7 +178,7 @@ def test_the_gpu_has_a_limit_of_its_own_and_names_the_layer(make, monkeypatch):
 def test_the_check_at_the_start_finds_a_wrong_answer(make):
     hand, layer, other = make(), experts(seed=0), experts(seed=1)
     hand.check(layer, name=NAME, top_k=TOP_K, dtype=torch.bfloat16)
-    hand._layers[NAME, torch.bfloat16, TOP_K] = hand._layer(other, "another", torch.bfloat16, TOP_K, 1.0, False)
+    hand._layers[NAME, torch.bfloat16, TOP_K, 1.0, False] = hand._layer(other, "another", torch.bfloat16, TOP_K, 1.0, False)
     with pytest.raises(kernels.KernelError) as error:
         hand.check(layer, name=NAME, top_k=TOP_K, dtype=torch.bfloat16)
     assert "differs from a direct call" in str(error.value)
@@ -189,3 +189,10 @@ def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_padded_graph(make):
     x, ids, weights = batch(16)
     alone = torch.cat([hand.forward(layer, *cuda((x[i : i + 1], ids[i : i + 1], weights[i : i + 1])), name=NAME) for i in range(16)])
     assert torch.equal(hand.forward(layer, *cuda((x, ids, weights)), name=NAME), alone)
+
+
+def test_a_layer_keeps_its_own_scale_and_place_of_the_routing_weight_after_the_check(make):
+    hand, layer, given = make(), experts(), batch(4)
+    hand.check(layer, name=NAME, top_k=TOP_K, dtype=torch.bfloat16)
+    for rest in (dict(scale=2.5), dict(scale=1.0, weight_on_input=True), dict(scale=1.0)):
+        assert torch.equal(hand.forward(layer, *cuda(given), name=NAME, **rest).cpu(), layer.forward(*given, **rest))

@@ -97,7 +97,7 @@ class Handover:
         module = driver.Module(Path(__file__).with_name("handover.cu"), architecture=f"sm_{major}{minor}")
         self._publish, self._collect = module.kernel("publish"), module.kernel("collect")
         self._submit, self._join = self.native.host_functions
-        self._layers: dict[tuple[str, torch.dtype, int], _Layer] = {}
+        self._layers: dict[tuple[Any, ...], _Layer] = {}
         self._captured = False
         self.buffers: Buffers | None = None
         self.reserve(sizes)
@@ -139,13 +139,14 @@ class Handover:
             self._hand_over(layer, *(tensor[first : first + rows] for tensor in (x, ids, weights, out)), stream=stream)
         return out
 
-    def check(self, experts: kernels.Experts, *, name: str, top_k: int, dtype: torch.dtype) -> None:
-        """Hand two rows over, one of them padding, and compare with a direct call: ``KernelError`` if they differ."""
+    def check(self, experts: kernels.Experts, *, name: str, top_k: int, dtype: torch.dtype, **rest: Any) -> None:
+        """Hand two rows over, one of them padding, and compare with a direct call: ``KernelError`` if they differ. ``rest``
+        is the layer's own scale and place of the routing weight, as in ``forward``."""
         x = torch.randn((2, experts.hidden), generator=torch.Generator().manual_seed(0)).to(dtype)
         ids = torch.tensor([[k % experts.native.experts for k in range(top_k)], [-1] * top_k], dtype=torch.int32)
         weights = torch.full((2, top_k), 1 / top_k)
-        expected = experts.forward(x, ids, weights)
-        found = self.forward(experts, *(tensor.to(self.device) for tensor in (x, ids, weights)), name=name).cpu()
+        expected = experts.forward(x, ids, weights, **rest)
+        found = self.forward(experts, *(tensor.to(self.device) for tensor in (x, ids, weights)), name=name, **rest).cpu()
         if not torch.equal(found, expected):
             worst = (found.float() - expected.float()).abs().max().item()
             raise kernels.KernelError(f"Hybrid MoE: {name}: what came back from the CPU differs from a direct call by {worst}")
@@ -174,7 +175,8 @@ class Handover:
     def _layer(
         self, experts: kernels.Experts, name: str, dtype: torch.dtype, top_k: int, scale: float, weight_on_input: bool
     ) -> "_Layer":
-        found = self._layers.get((name, dtype, top_k))
+        key = (name, dtype, top_k, scale, weight_on_input)
+        found = self._layers.get(key)
         if found is None:
             flops = 6 * top_k * experts.hidden * experts.width
             ns_per_row = int(flops / SLOWEST_FLOPS / self.threads * 1e9)
@@ -183,7 +185,7 @@ class Handover:
                 weight_on_input=weight_on_input, ns_per_row=ns_per_row,
             )
             capacity = min(self.native.capacity(number), MOST_ROWS)
-            found = self._layers[name, dtype, top_k] = _Layer(number, ns_per_row, capacity)
+            found = self._layers[key] = _Layer(number, ns_per_row, capacity)
         return found
 
 

@@ -28,7 +28,8 @@ IDS = {torch.int32: "i32", torch.int64: "i64"}
 # How long a worker waits awake. Torch's threads want the same cores between two layers: with 200 µs each layer of a decode
 # step lost 240 µs to waiting workers, with 50 µs 60 to 80 (2 cores, 256 x 128 experts); without, waking up costs as much.
 SPIN_US = 50
-GPU_SPIN_US = 1000
+# Beside a GPU they have cores of their own; long enough for what the GPU does between two layers or steps.
+GPU_SPIN_US = 300
 UNBOUND = (
     "the system refused to bind {refused} of {threads} threads to their CPUs, so they run wherever it puts them and decode is "
     "slower; let the process use these CPUs (taskset, the container's cpuset), or set LK_THREAD_BINDING=NUMA_NODE"

@@ -8,6 +8,7 @@ A new role is a branch in ``make_for_layer``; routing and activation facts belon
 """
 
 import contextlib
+import dataclasses
 import logging
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,9 @@ PROBLEMS = (compat.Refusal, loading.LoadError, roles.RolesError, kernels.KernelE
 # Models that apply the routed scaling factor after the experts wherever these do not run on a GPU, although they hand it to
 # the layer as well. Everywhere else the layer's runner applies it, and so do we.
 SCALE_THEMSELVES_ON_CPU = frozenset(f"sglang.srt.models.{name}" for name in ("deepseek_v2", "glm4_moe", "glm4_moe_lite"))
+
+# Batch sizes with a graph of their own: padding is at most a sixteenth up to 32 rows.
+FINE_SIZES = (*range(1, 17), *range(18, 33, 2))
 
 _progress = Progress()
 _layers: dict[roles.Key, tuple[roles.Layer, LayerStore | None]] = {}
@@ -88,6 +92,11 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
         self.weight_on_input = bool(moe_runner_config.apply_router_weight_on_input)
         self.scale = moe_runner_config.routed_scaling_factor or 1.0
 
+    @property
+    def rest(self) -> dict[str, Any]:
+        """What a forward pass needs to know beside rows and routing."""
+        return {"scale": self.scale, "weight_on_input": self.weight_on_input}
+
     def get_moe_runner_backend(self, layer: Any) -> None:
         """None: a direct kernel that reads standard routing with this rank's expert ids."""
         return None
@@ -118,14 +127,13 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
         if not TopKOutputChecker.format_is_standard(topk):
             raise kernels.KernelError(f"Hybrid MoE: {self.name}: routing came as {type(topk).__name__}, not as a standard top-k")
         hidden, routing = dispatch_output.hidden_states, (topk.topk_ids, topk.topk_weights)
-        rest = {"scale": self.scale, "weight_on_input": self.weight_on_input}
         on_gpu = hidden.device.type != "cpu"
         if boot.current().ts_skipgemm or (on_gpu and _warms_up()):
             return StandardCombineInput(hidden_states=torch.zeros_like(hidden))
         if not on_gpu:
-            return StandardCombineInput(hidden_states=self.store.experts.forward(hidden, *routing, **rest))
+            return StandardCombineInput(hidden_states=self.store.experts.forward(hidden, *routing, **self.rest))
         with _range(self.name):
-            return StandardCombineInput(hidden_states=_handover.forward(self.store.experts, hidden, *routing, name=self.name, **rest))
+            return StandardCombineInput(hidden_states=_handover.forward(self.store.experts, hidden, *routing, name=self.name, **self.rest))
 
 
 def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
@@ -144,6 +152,7 @@ def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
     compat.check(layer=layer, name=name, method=base_method, format=format, args=args, reason=reason)
     if compat.device(args) == "cuda":
         _without_prefill_graphs()
+        _graphs_of_more_sizes(args)
     assert format is not None, "compat.check refuses unknown formats"
     return HybridMoEMethod(base_method, name=name, format=format)
 
@@ -165,6 +174,20 @@ def _without_prefill_graphs() -> None:
     if prefill.backend != "disabled":
         prefill.backend = "disabled"
         logger.info("Hybrid MoE: prefill runs without CUDA graphs beside CPU experts; decode keeps them")
+
+
+def _graphs_of_more_sizes(args: Any) -> None:
+    """A batch is padded to the next captured size, upstream routes its padding like any row, and the CPU would compute it.
+    So small batches get a graph each, unless ``--cuda-graph-bs-decode`` chooses; the first layer changes the list."""
+    from sglang.srt.runtime_context import get_exec
+
+    decode = get_exec().graph.cuda_graph_config.decode
+    if decode.backend == "disabled" or not decode.bs or ("decode", "bs") in getattr(args, "_cuda_graph_config_locked", ()):
+        return
+    sizes = sorted({size for size in FINE_SIZES if size < max(decode.bs)} | set(decode.bs))
+    if sizes != list(decode.bs):
+        decode.bs = sizes
+        logger.info("Hybrid MoE: decode graphs of %d batch sizes, so that the CPU computes little padding", len(sizes))
 
 
 def _warms_up() -> bool:
@@ -192,6 +215,10 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
     if unfinished:
         raise loading.LoadError(f"{', '.join(unfinished)}: not loaded to the end")
     for name, module in modules:
+        key = roles.Key(is_draft, module.layer_id)
+        if known[key][1] is None:  # its experts exist only now
+            size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
+            known[key] = _layers[key] = (dataclasses.replace(known[key][0], bytes=size), None)
         if isinstance(module.quant_method, HybridMoEMethod) and _scales_itself(model.get_submodule(name.rpartition(".")[0])):
             module.quant_method.scale = 1.0
     layer_count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
@@ -202,6 +229,9 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
         logger.warning("Hybrid MoE: LK_TS_SKIPGEMM=1 leaves the CPU experts out: every answer is wrong, only times mean something")
     elif stores and compat.device(_args()) == "cuda":
         _prepare_handover(stores, [m for _, m in modules if isinstance(m.quant_method, HybridMoEMethod)])
+    if not stores:
+        logger.info("%s", table)
+        return
     engine = kernels.engine()
     logger.info("%s\n  %s\n  %d threads, %s kernels", table, _progress.summary(), engine.threads, engine.isa)
 
@@ -229,7 +259,8 @@ def _prepare_handover(stores: list[LayerStore], layers: list[Any]) -> None:
         telemetry.start(_handover.native, **_telemetry())
     else:
         _handover.reserve(sizes)
-    _handover.check(stores[0].experts, name=stores[0].name, top_k=top_k, dtype=dtype)
+    first = layers[0].quant_method
+    _handover.check(first.store.experts, name=first.name, top_k=top_k, dtype=dtype, **first.rest)
 
 
 def _telemetry() -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""The GPU's end of the hand-over as far as it can be seen without a GPU: sizes, layers and the end of a server."""
+
+import multiprocessing
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from sglang.srt.lk import handover  # noqa: E402
+
+
+class Native:
+    """What ``Handover`` asks of the extension."""
+
+    control_bytes = 256
+
+    def __init__(self, failures=()):
+        self.added, self.failures, self.aborted = [], list(failures), False
+
+    def add(self, **layer):
+        self.added.append(layer)
+        return len(self.added) - 1
+
+    def capacity(self, number):
+        return 10_000
+
+    def failure(self, ms):
+        return self.failures.pop(0)
+
+    def abort(self):
+        self.aborted = True
+
+
+@pytest.fixture
+def hand():
+    made = handover.Handover.__new__(handover.Handover)
+    made.native, made.threads, made._layers = Native(), 8, {}
+    return made
+
+
+EXPERTS = SimpleNamespace(hidden=2048, width=768, native="experts")
+
+
+def test_a_layer_is_known_by_everything_that_changes_its_result(hand):
+    ways = [(torch.bfloat16, 8, 1.0, False), (torch.float16, 8, 1.0, False), (torch.bfloat16, 4, 1.0, False)]
+    ways += [(torch.bfloat16, 8, 2.5, False), (torch.bfloat16, 8, 1.0, True)]
+    numbers = [hand._layer(EXPERTS, "model.layers.0", *way).number for way in ways * 2]
+    assert numbers == [0, 1, 2, 3, 4] * 2
+    assert [(layer["dtype"], layer["scale"]) for layer in hand.native.added][:4] == [("bf16", 1.0), ("f16", 1.0), ("bf16", 1.0), ("bf16", 2.5)]
+
+
+def test_a_request_is_never_larger_than_one_pass_of_the_engine_and_a_slow_one_is_given_time(hand):
+    layer = hand._layer(EXPERTS, "model.layers.0", torch.bfloat16, 8, 1.0, False)
+    assert layer.capacity == handover.MOST_ROWS
+    assert layer.ns_per_row == int(6 * 8 * 2048 * 768 / 0.5e9 / 8 * 1e9)  # 19 ms, for what takes a good engine 10 µs
+
+
+def test_the_parts_of_the_buffers_lie_apart_on_cache_lines():
+    sizes = handover.Sizes(rows=3, hidden=40, top_k=5)
+    made = handover.Buffers(sizes, control_bytes=256, pinned=False)
+    spans = sorted((made.address[name], size) for name, size in zip(("control", "x", "ids", "weights", "out"), (256, 480, 60, 60, 480)))
+    assert all(begin % 64 == made.memory.data_ptr() % 64 for begin, _ in spans)
+    assert all(begin + size <= after for (begin, size), (after, _) in zip(spans, spans[1:]))
+    assert spans[-1][0] + spans[-1][1] <= made.memory.data_ptr() + made.bytes and not made.memory.any()
+
+
+def test_a_second_model_is_given_the_larger_of_both_sizes():
+    joined = handover.Sizes(rows=256, hidden=2048, top_k=8).join(handover.Sizes(rows=64, hidden=7168, top_k=6))
+    assert (joined.rows, joined.hidden, joined.top_k) == (256, 7168, 8)
+
+
+def test_the_watch_reports_a_failure_once():
+    said = []
+    handover.watch(Native(["", "", "model.layers.3: gone"]), end=said.append).join(10)
+    assert said == ["model.layers.3: gone"]
+
+
+def test_the_end_of_a_server_names_the_layer_tells_the_launcher_and_only_then_lets_the_gpu_go(monkeypatch, caplog):
+    native, order = Native(), []
+    monkeypatch.setattr(multiprocessing, "parent_process", lambda: SimpleNamespace(pid=4242))
+    monkeypatch.setattr(os, "kill", lambda pid, number: order.append((pid, number, native.aborted)))
+    monkeypatch.setattr(os, "_exit", lambda status: order.append((status, native.aborted)))
+    handover.end_server(native)("model.layers.3: gone")
+    assert order == [(4242, signal.SIGQUIT, False), (1, True)]
+    assert "model.layers.3: gone" in caplog.text

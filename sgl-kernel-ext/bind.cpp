@@ -264,7 +264,7 @@ NB_MODULE(sgl_kernel_ext, m) {
         for (const lk::Node& node : e.pool().nodes()) nodes.insert(nodes.end(), size_t(node.count), node.id);
         return nodes;
       }, "The NUMA node of each worker.")
-      .def_ro("unplaced", &lk::Engine::unplaced, "Why the system refuses to take memory from a node that is named; empty: it does not.")
+      .def_prop_ro("unplaced", [](lk::Engine& e) { return e.unplaced(); }, "Why memory cannot be taken from a node by name; empty: it can.")
       .def("stats", [](lk::Engine& e) {
         nb::dict d;
         d["calls"] = e.stats.calls;

@@ -44,6 +44,10 @@ Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, in
     : kernels_(select_isa(isa)), huge_(huge), place_(place), pool_(std::move(cpus), nodes, bind_each, spin_us),
       scratch_(kernels_.scratch * size_t(pool_.size()), huge) {
   turns = std::make_unique<Turn[]>(2 * pool_.nodes().size());
+  if (!place) return;
+  const Buffer page(1, false);
+  for (const Node& node : pool_.nodes())
+    if (const int error = prefer_node(page, node.id)) unplaced_ = std::generic_category().message(error) + " for node " + std::to_string(node.id);
 }
 
 void Engine::reset_turns() {
@@ -150,9 +154,9 @@ void Experts::place() {
   const auto held = engine_->lock();
   Pool& pool = engine_->pool();
   const auto& nodes = pool.nodes();
-  for (size_t i = 0; i < nodes.size(); ++i)
-    if (const int error = prefer_node(shares_[i].weights, nodes[i].id)) engine_->unplaced = std::generic_category().message(error);
-  if (engine_->unplaced.empty()) return;
+  bool placed = true;
+  for (size_t i = 0; i < nodes.size(); ++i) placed &= prefer_node(shares_[i].weights, nodes[i].id) == 0;
+  if (placed) return;
   pool.run([&](int w) {
     const Node& node = nodes[size_t(pool.node_of(w))];
     const int idle = node.first == 0 && node.count > 1;

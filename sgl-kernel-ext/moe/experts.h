@@ -31,6 +31,7 @@ class Engine {
   bool huge() const { return huge_; }
   bool places() const { return place_; }
   uint8_t* scratch(int worker) const { return scratch_.data() + kernels_.scratch * size_t(worker); }
+  const std::string& unplaced() const { return unplaced_; }  // why memory cannot be taken from a node by name; empty: it can
   std::unique_lock<std::mutex> lock();  // for one call; throws in a forked child, where another thread may hold it for ever
 
   double read_gb_per_s(double megabytes, double seconds);  // a plain reader with all threads
@@ -52,13 +53,13 @@ class Engine {
   void reset_turns();
 
   struct Stats { int64_t calls = 0, tokens = 0, busy_ns = 0; } stats;
-  std::string unplaced;  // why the system refuses to take memory from a node that is named; empty: it does not
 
  private:
   const Kernels& kernels_;
   bool huge_, place_;
   Pool pool_;
   Buffer scratch_;  // of the kernels, per worker
+  std::string unplaced_;
   Buffer probe_;
   std::mutex mutex_;
 };

@@ -256,6 +256,58 @@ def test_few_threads_use_the_memory_of_every_node(machine):
     assert (found.cpus, found.nodes) == ([0, 1, 2, 4, 5], [0, 0, 0, 1, 1])
 
 
+def test_siblings_are_taken_from_every_node_and_stay_beside_their_node(machine):
+    machine.nodes("0-1,4-5", "2-3,6-7").smt((0, 4), (1, 5), (2, 6), (3, 7))
+    found = machine.usable(range(8), threads=6)
+    assert (found.cpus, found.nodes) == ([0, 1, 4, 2, 3, 6], [0, 0, 0, 1, 1, 1])
+
+
+def test_node_numbers_and_their_cpu_lists_may_have_holes(machine):
+    machine.file("sys/devices/system/node/node2/cpulist", "0,3-4").file("sys/devices/system/node/node10/cpulist", "8,11")
+    found = machine.usable([0, 3, 4, 8, 11])
+    assert (found.cpus, found.nodes, found.memory_nodes) == ([0, 3, 4, 8, 11], [2, 2, 2, 10, 10], 2)
+
+
+def test_cpus_of_a_node_without_memory_count_to_the_nearest_that_has_some(machine):
+    machine.nodes("0-1", "2-3", "4-5", "6-7").file("sys/devices/system/node/has_memory", "0,2")
+    for node, distances in enumerate(("10 12 21 22", "22 10 12 21", "21 22 10 12", "12 21 22 10")):
+        machine.file(f"sys/devices/system/node/node{node}/distance", distances)
+    found = machine.usable(range(8))
+    assert (found.cpus, found.nodes) == ([0, 1, 6, 7, 2, 3, 4, 5], [0, 0, 0, 0, 2, 2, 2, 2])
+    assert found.memory_nodes == 2
+    assert "NUMA node 1 has no memory for this process: its CPUs are counted to node 2, the nearest that has" in found.why
+
+
+def test_memory_that_a_cpuset_forbids_is_none(machine):
+    machine.nodes("0-1", "2-3").file("proc/self/status", "Name:\tx\nMems_allowed:\t1\nMems_allowed_list:\t1")
+    found = machine.usable(range(4))
+    assert (found.nodes, found.memory_nodes) == ([1, 1, 1, 1], 1)
+
+
+def test_a_node_without_cpus_has_no_workers_and_does_not_disturb(machine):
+    machine.nodes("0-1", "").file("sys/devices/system/node/has_memory", "0-1")
+    found = machine.usable(range(2))
+    assert (found.cpus, found.nodes, found.memory_nodes) == ([0, 1], [0, 0], 2)
+
+
+def test_the_engine_is_told_the_nodes_where_there_are_several_and_they_are_wanted(machine):
+    assert machine.usable(range(4)).placement(Config()) == {"nodes": [], "place": False}
+    machine.nodes("0-1", "2-3")
+    assert machine.usable(range(4)).placement(Config()) == {"nodes": [0, 0, 1, 1], "place": True}
+    assert machine.usable(range(4)).placement(Config(numa_interleave=False)) == {"nodes": [], "place": False}
+    second = machine.usable(range(4), rank=1, ranks=2)  # a rank on one node of two still wants its memory there
+    assert second.placement(Config()) == {"nodes": [1, 1], "place": True}
+
+
+@pytest.mark.parametrize("nodes", [("0-11",), ("0-5", "6-11"), ("0-3", "4-7", "8-11")])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+def test_the_workers_of_a_node_are_neighbours_on_every_rank(machine, nodes, ranks):
+    machine.nodes(*nodes).smt(*((c, c + 2) for c in (0, 1, 4, 5, 8, 9)))
+    for rank in range(ranks):
+        found = machine.usable(range(12), threads=12 // ranks, rank=rank, ranks=ranks)
+        assert found.nodes == sorted(found.nodes) and len(set(found.cpus)) == len(found.cpus)
+
+
 # mem6: memory inside a container.
 
 
@@ -299,6 +351,15 @@ def test_a_group_over_its_limit_has_nothing_left(machine):
     machine.file("proc/self/mountinfo", V2).file("proc/self/cgroup", "0::/")
     machine.file("sys/fs/cgroup/memory.max", str(GIB)).file("sys/fs/cgroup/memory.current", str(2 * GIB))
     assert memory(machine, MemTotal=64 * GIB, MemAvailable=50 * GIB).available == 0
+
+
+def test_memory_of_a_node_counts_the_cache_that_can_be_dropped(machine):
+    lines = "Node 1 MemTotal: 2048 kB\nNode 1 MemFree: 512 kB\nNode 1 Inactive(file): 256 kB"
+    machine.file("sys/devices/system/node/node1/meminfo", lines)
+    found = cpus.node_memory(1, machine.root)
+    assert (found.available, found.total) == (768 * 1024, 2048 * 1024)
+    unknown = cpus.node_memory(0, machine.root)
+    assert (unknown.available, unknown.total) == (None, None)
 
 
 def test_a_system_that_tells_nothing_about_memory_says_unknown(machine):

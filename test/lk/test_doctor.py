@@ -1,6 +1,7 @@
 """What doctor reports, refuses and advises, on this machine and on others."""
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -247,3 +248,35 @@ def test_the_command_imports_neither_torch_nor_the_server():
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stderr) == (0, "")
     assert json.loads(done.stdout)["problems"] is not None
+
+
+def two_nodes(root: Path, free_kb: int) -> None:
+    """A machine of two NUMA nodes; the CPUs are the ones this process has."""
+    cpu_list = sorted(os.sched_getaffinity(0))
+    for node, cpus in ((0, cpu_list[:1]), (1, cpu_list[1:])):
+        folder = root / f"sys/devices/system/node/node{node}"
+        folder.mkdir(parents=True)
+        (folder / "cpulist").write_text(",".join(map(str, cpus)) + "\n")
+        (folder / "meminfo").write_text(f"Node {node} MemTotal: {4 << 20} kB\nNode {node} MemFree: {free_kb} kB\n")
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU makes one node")
+def test_numa_nodes_are_shown_with_their_workers_and_memory(tmp_path):
+    two_nodes(tmp_path, 2 << 20)
+    report = examine(root=tmp_path)
+    assert [row["node"] for row in report.facts["cpu"]["nodes"]] == [0, 1] and report.facts["cpu"]["split"]
+    text = "\n".join(doctor_text.render(report, PLAIN))
+    assert "2 NUMA nodes" in text and "every expert is split over them" in text
+    assert "node 0: 1 worker on CPU " in text and text.count("2.0 GiB free of 4.0 GiB") == 2
+    text = "\n".join(doctor_text.render(examine(environ={"LK_NUMA_INTERLEAVE": "0"}, root=tmp_path), PLAIN))
+    assert "experts are not split (LK_NUMA_INTERLEAVE=0)" in text
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="one CPU makes one node")
+def test_a_node_too_full_for_its_part_is_said(tmp_path):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    two_nodes(tmp_path, 0)
+    report = examine(folder, root=tmp_path)
+    said = [problem.what for problem in report.problems if problem.what.startswith("NUMA")]
+    assert [what.split(" has ")[0] for what in said] == ["NUMA node 0", "NUMA node 1"] and stops(report) == []
+    assert all("will lie on another node" in what for what in said)

@@ -15,26 +15,28 @@ class Native:
 
     ABI = kernels.ABI
 
-    def __init__(self, unbound: int):
-        self.unbound, self.made = unbound, 0
+    def __init__(self, unbound: int, unplaced: str):
+        self.unbound, self.unplaced, self.made = unbound, unplaced, 0
 
     def Engine(self, cpus, **options):  # noqa: N802  (the extension's spelling)
         self.made += 1
+        self.options = options
         self.threads = len(cpus)
         return self
 
 
 @pytest.fixture
 def engine_on(monkeypatch):
-    """``engine_on(unbound)`` makes the process's engine, on CPUs 0 to 3."""
+    """``engine_on(unbound, ...)`` makes the process's engine, on CPUs 0 to 3; ``nodes`` has their NUMA nodes."""
 
-    def make(unbound):
-        native = Native(unbound)
+    def make(unbound, unplaced="", nodes=(0, 0, 0, 0), settings=config.Config()):
+        native = Native(unbound, unplaced)
+        share = cpus.Cpus([0, 1, 2, 3], list(nodes), why=[], warnings=[], memory_nodes=len(set(nodes)))
         monkeypatch.setattr(kernels, "_engine", None)
         monkeypatch.setattr(kernels, "extension", lambda: native)
-        monkeypatch.setattr(boot, "current", lambda: config.Config())
+        monkeypatch.setattr(boot, "current", lambda: settings)
         monkeypatch.setattr(boot, "affinity", lambda: {0, 1, 2, 3})
-        monkeypatch.setattr(cpus, "usable", lambda *_, **__: cpus.Cpus(cpus=[0, 1, 2, 3], nodes=[0], why=[], warnings=[]))
+        monkeypatch.setattr(cpus, "usable", lambda *_, **__: share)
         return native
 
     return make
@@ -60,3 +62,25 @@ def test_an_engine_whose_threads_are_bound_says_nothing(engine_on, caplog):
     with caplog.at_level(logging.WARNING):
         assert kernels.engine().threads == 4
     assert not caplog.records
+
+
+def test_the_engine_gets_the_nodes_of_its_workers_unless_they_are_not_wanted(engine_on):
+    def told(**given):
+        native = engine_on(0, **given)
+        kernels.engine()
+        return {name: native.options[name] for name in ("nodes", "place", "bind")}
+
+    assert told() == {"nodes": [], "place": False, "bind": "core"}
+    assert told(nodes=(0, 0, 1, 1)) == {"nodes": [0, 0, 1, 1], "place": True, "bind": "core"}
+    alone = config.Config(numa_interleave=False, thread_binding="NUMA_NODE")
+    assert told(nodes=(0, 0, 1, 1), settings=alone) == {"nodes": [], "place": False, "bind": "node"}
+
+
+def test_memory_that_cannot_be_placed_is_warned_about_once_and_the_engine_works_on(engine_on, caplog):
+    native = engine_on(0, "Operation not permitted for node 1", nodes=(0, 0, 1, 1))
+    with caplog.at_level(logging.WARNING):
+        assert kernels.engine() is native and kernels.engine() is native
+    assert [record.message for record in caplog.records] == [
+        "Hybrid MoE: the system does not let memory be taken from a chosen NUMA node (Operation not permitted for node 1), so each "
+        "node's workers touch theirs first, which is as good until a node is full; in a container: --cap-add SYS_NICE"
+    ]

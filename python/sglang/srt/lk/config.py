@@ -32,13 +32,9 @@ PREFILL = Feature("super mix prefill on the GPU", "while LK_GPU_PREFILL_MIN_TOKE
 PLE = Feature("a bound on per-layer-embedding temporaries", "")
 NVME = Feature("tables read straight from NVMe", "while LK_NVME_DIRECT is 0")
 ENGRAM = Feature("Engram tables on NVMe", "while LK_ENGRAM_NVME is 0")
-NODES = Feature(
-    "weights split over NUMA nodes",
-    "in this build: a panel lies on the node of the worker that packed it",
-)
 PROBE = Feature("a diagnostic of another engine", "")
 
-NOT_BUILT = frozenset({POOL, PREFILL, PLE, NVME, ENGRAM, NODES, PROBE})
+NOT_BUILT = frozenset({POOL, PREFILL, PLE, NVME, ENGRAM, PROBE})
 
 # Names that were variables of Lsglang or its predecessor: accepted, without effect, with the reason said once.
 RETIRED = {
@@ -121,16 +117,17 @@ class Config:
     threads: int | None = variable("CPU", Whole(1, 4096, unset="one per usable physical core"), None,
         "CPU threads of one rank; more than this process may use is cut down, with one line.")
     thread_binding: str = variable("CPU", Choice(("CPU_CORE", "NUMA_NODE")), "CPU_CORE",
-        "Pin each worker to its own CPU, or leave it free to move among the CPUs of its rank.")
+        "Pin each worker to its own CPU, or leave it free to move among its rank's CPUs of one NUMA node.")
     isa: str | None = variable("CPU", Choice(ISAS, unset="the best the machine runs"), None,
         "Instruction set of the kernels; one that the machine lacks is an error.")
     numa_interleave: bool = variable("CPU", Switch(), True,
-        "Spread host weights over the NUMA nodes of the workers.", feature=NODES)
+        "Split every expert over the NUMA nodes of the workers, each part in its node's memory; `0`: no split, and memory "
+        "where the system puts it.")
     numa_huge: bool = variable("CPU", Switch(), True,
         "Host weights in 2 MB pages.")
     numa_ilp: bool = variable("CPU", Switch(), False,
         "An allocator mode of Lsglang's engine.",
-        alias={True: "the packed panels are read in order, which is what that mode is for"})
+        alias={True: "each node reads its own part of an expert in order, so no allocator has to interleave"})
     power_saving: bool = variable("CPU", Switch(), False,
         "Workers sleep as soon as they wait instead of spinning for a short while first.")
     hf_mbox: bool = variable("CPU", Switch(), True,

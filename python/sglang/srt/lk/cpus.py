@@ -13,6 +13,7 @@ import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from sglang.srt.lk.config import Config
 
@@ -21,12 +22,19 @@ UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
 @dataclass(frozen=True)
 class Cpus:
-    """``cpus`` in worker order: ``cpus[0]`` is the calling thread. ``nodes`` holds the NUMA node of each."""
+    """``cpus`` in worker order, node by node: ``cpus[0]`` is the calling thread. ``nodes`` holds the NUMA node of each, or
+    the nearest with memory where that has none."""
 
     cpus: list[int]
     nodes: list[int]
     why: list[str]
     warnings: list[str]  # lines of ``why`` that the user should see without asking
+    memory_nodes: int = 1  # NUMA nodes whose memory this process may use
+
+    def placement(self, config: Config) -> dict[str, Any]:
+        """What the native engine is told about nodes: nothing where there is one, or with ``LK_NUMA_INTERLEAVE=0``."""
+        split = config.numa_interleave and self.memory_nodes > 1
+        return {"nodes": self.nodes if split else [], "place": split}
 
 
 @dataclass(frozen=True)
@@ -64,7 +72,7 @@ def usable(
     why: list[str] = []
     allowed = _allowed(root, os.sched_getaffinity(0) if affinity is None else affinity, why)
     quota = _quota(root, why)
-    node_of = _nodes(root)
+    node_of, memory_nodes = _nodes(root, why)
     cores = _cores(root, allowed, node_of)
     smt = len(allowed) - len(cores)
     nodes = {node_of.get(cpu, 0) for cpu in allowed}
@@ -74,10 +82,19 @@ def usable(
         why.append(f"rank {rank} of {ranks}: CPUs {_spans(cpu for core in mine for cpu in core)}")
     threads, warnings = _threads(config, mine, quota, ranks, why, gpu=gpu)
     chosen = _spread([core[0] for core in mine], node_of, threads)
-    siblings = [cpu for core in mine for cpu in core[1:]]
-    chosen += siblings[: threads - len(chosen)]
+    chosen += _spread([cpu for core in mine for cpu in core[1:]], node_of, threads - len(chosen))
+    chosen.sort(key=lambda cpu: node_of.get(cpu, 0))
     why.append(f"workers: {threads} on CPUs {_spans(chosen)}")
-    return Cpus(chosen, [node_of.get(cpu, 0) for cpu in chosen], why + warnings, warnings)
+    return Cpus(chosen, [node_of.get(cpu, 0) for cpu in chosen], why + warnings, warnings, memory_nodes)
+
+
+def node_memory(node: int, root: str | Path = "/") -> Memory:
+    """Of one NUMA node. Page cache that can be dropped counts as free."""
+    text = _text(Path(root) / f"sys/devices/system/node/node{node}/meminfo") or ""
+    info = {name: int(kb) * 1024 for name, kb in re.findall(r"^Node \d+ (\S+):\s+(\d+) kB", text, re.MULTILINE)}
+    available = info["MemFree"] + info.get("Inactive(file)", 0) if "MemFree" in info else None
+    total = info.get("MemTotal")
+    return Memory(available, total, [f"node {node}: {_gib(available)} of {_gib(total)} available"])
 
 
 def memory(root: str | Path = "/") -> Memory:
@@ -193,9 +210,24 @@ def _cores(root: Path, allowed: list[int], node_of: dict[int, int]) -> list[list
     return sorted(cores.values(), key=lambda core: (node_of.get(core[0], 0), core[0]))
 
 
-def _nodes(root: Path) -> dict[int, int]:
-    files = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
-    return {cpu: int(file.parent.name.removeprefix("node")) for file in files for cpu in _list(file)}
+def _nodes(root: Path, why: list[str]) -> tuple[dict[int, int], int]:
+    """The node of each CPU, and how many nodes have memory for this process. CPUs of a node without are counted to the
+    nearest that has some, where their memory comes from anyway."""
+    folder = root / "sys/devices/system/node"
+    nodes = sorted(int(file.name.removeprefix("node")) for file in folder.glob("node[0-9]*") if file.is_dir())
+    allowed = re.search(r"^Mems_allowed_list:\s*(\S+)", _text(root / "proc/self/status") or "", re.MULTILINE)
+    memory = set(nodes)
+    for limit in (_list(folder / "has_memory"), _parsed(allowed[1]) if allowed else set()):
+        memory = memory & limit or memory
+    node_of = {}
+    for node in nodes:
+        home, cpus = node, _list(folder / f"node{node}/cpulist")
+        if cpus and node not in memory:
+            distances = dict(zip(nodes, (_text(folder / f"node{node}/distance") or "").split()))
+            home = min(memory, key=lambda other: (int(distances.get(other, 0)), other))
+            why.append(f"NUMA node {node} has no memory for this process: its CPUs are counted to node {home}, the nearest that has")
+        node_of.update(dict.fromkeys(cpus, home))
+    return node_of, max(1, len(memory))
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
@@ -248,9 +280,13 @@ def _number(file: Path) -> int | None:
 
 
 def _list(file: Path) -> set[int]:
-    """The CPUs of a kernel list such as ``0-2,7``; empty if there is none."""
+    """The CPUs or nodes of a kernel list such as ``0-2,7``; empty if there is none."""
+    return _parsed(_text(file) or "")
+
+
+def _parsed(text: str) -> set[int]:
     cpus: set[int] = set()
-    for item in (_text(file) or "").split(","):
+    for item in text.split(","):
         first, _, last = item.partition("-")
         if first.isdecimal():
             cpus.update(range(int(first), int(last or first) + 1))

@@ -66,7 +66,7 @@ def examine(
     _look_at_memory(report, root, settings)
     _look_at_gpus(report)
     if bandwidth and ext is not None and report.facts["cpu"]["isa"]:
-        report.facts["memory"]["read_gb_per_s"] = _read_bandwidth(ext, usable, settings)
+        report.facts["memory"]["read_gb_per_s"] = _read_bandwidth(report, ext, usable, settings)
     if model is not None:
         device = device or ("cuda" if report.facts["gpu"]["cards"] else "cpu")
         _look_at_model(report, model, device, settings, ext)
@@ -126,7 +126,7 @@ def _isas(ext) -> list[str]:
     return [isa["name"] for isa in ext.isas() if isa["supported"]] if ext else list(config.ISAS)
 
 
-def _look_at_cpu(report: Report, ext, settings: config.Config, root: Path) -> list[int]:
+def _look_at_cpu(report: Report, ext, settings: config.Config, root: Path) -> cpus.Cpus:
     found = cpus.usable(settings, root=root)
     for line in found.warnings:
         report.warn(line, "set LK_THREADS to that or unset it")
@@ -139,10 +139,22 @@ def _look_at_cpu(report: Report, ext, settings: config.Config, root: Path) -> li
         "isa_forced": settings.isa is not None,
         "isas": ext.isas() if ext else [],
         "numa_nodes": len(set(found.nodes)),
+        "nodes": _nodes(found, root),
+        "split": found.placement(settings)["place"],
         "l3_bytes": machine.l3_bytes(found.cpus, root),
         "busy": machine.busy(found.cpus),
     }
-    return found.cpus
+    return found
+
+
+def _nodes(found: cpus.Cpus, root: Path) -> list[dict]:
+    """One row per NUMA node with workers; they hold experts in proportion to these."""
+    rows = []
+    for node in sorted(set(found.nodes)):
+        memory = cpus.node_memory(node, root)
+        workers = [cpu for cpu, own in zip(found.cpus, found.nodes) if own == node]
+        rows.append({"node": node, "cpus": workers, "available_bytes": memory.available, "total_bytes": memory.total})
+    return rows
 
 
 def _look_at_memory(report: Report, root: Path, settings: config.Config) -> None:
@@ -179,8 +191,13 @@ def _look_at_gpus(report: Report) -> None:
         )
 
 
-def _read_bandwidth(ext, usable: list[int], settings: config.Config) -> float:
-    engine = ext.Engine(usable, isa=settings.isa or "", huge=settings.numa_huge)
+def _read_bandwidth(report: Report, ext, usable: cpus.Cpus, settings: config.Config) -> float:
+    engine = ext.Engine(usable.cpus, isa=settings.isa or "", huge=settings.numa_huge, **usable.placement(settings))
+    if engine.unplaced:
+        report.warn(
+            f"memory cannot be taken from a chosen NUMA node ({engine.unplaced}): each node's workers touch theirs first",
+            "nothing to do unless a node gets full; in a container: --cap-add SYS_NICE",
+        )
     return engine.read_gb_per_s(megabytes=READ_MEGABYTES, seconds=READ_SECONDS)
 
 
@@ -272,11 +289,25 @@ def _host_bytes(layer: checkpoint.MoeLayer, role: roles.Role, ext, served: list[
     )
 
 
+def _check_nodes(report: Report) -> None:
+    """Whether each NUMA node has room for its part of the experts; what has none lies on another and is read from there."""
+    cpu, host = report.facts["cpu"], report.facts["model"]["host_bytes"]
+    for row in cpu["nodes"] if cpu["split"] else ():
+        part = host * len(row["cpus"]) // len(cpu["cpus"])
+        if row["available_bytes"] is not None and part > row["available_bytes"]:
+            report.warn(
+                f"NUMA node {row['node']} has {gib(row['available_bytes'])} free and its part of the experts needs {gib(part)}: "
+                "the rest will lie on another node and be read more slowly",
+                "free memory on that node",
+            )
+
+
 def _check_fit(report: Report) -> None:
     model, memory = report.facts["model"], report.facts["memory"]
     needed, available = model["needed_bytes"], memory["available_bytes"]
     model["fits"] = available is None or needed <= available
     if model["fits"]:
+        _check_nodes(report)
         return
     remedy = (
         "free memory, or raise the limit of the cgroup that is the tightest"

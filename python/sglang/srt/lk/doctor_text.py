@@ -47,6 +47,12 @@ def _cpu(facts: dict, style: Style) -> Lines:
     yield "  cores", f"{style('bold', str(len(cpu['cpus'])))} workers on CPUs {ranges(cpu['cpus'])}{busy}"
     for line in cpu["why"]:
         yield "", style("dim", line)
+    if nodes > 1:
+        yield "  nodes", "every expert is split over them" if cpu["split"] else "experts are not split (LK_NUMA_INTERLEAVE=0)"
+        for row in cpu["nodes"]:
+            free = f" · {gib(row['available_bytes'])} free of {gib(row['total_bytes'] or 0)}" if row["available_bytes"] else ""
+            count = len(row["cpus"])
+            yield "", f"node {row['node']}: {count} worker{'s' * (count > 1)} on CPU{'s' * (count > 1)} {ranges(row['cpus'])}{free}"
     if cpu["isas"]:
         yield "  kernels", "  ".join(_isa(isa, cpu, style) for isa in reversed(cpu["isas"]))
     for isa in cpu["isas"]:

@@ -34,6 +34,10 @@ UNBOUND = (
     "the system refused to bind {refused} of {threads} threads to their CPUs, so they run wherever it puts them and decode is "
     "slower; let the process use these CPUs (taskset, the container's cpuset), or set LK_THREAD_BINDING=NUMA_NODE"
 )
+UNPLACED = (
+    "the system does not let memory be taken from a chosen NUMA node ({reason}), so each node's workers touch theirs first, "
+    "which is as good until a node is full; in a container: --cap-add SYS_NICE"
+)
 
 _engine: Any = None
 _engine_lock = threading.Lock()
@@ -87,9 +91,12 @@ def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False) -> Any:
                 bind="core" if config.thread_binding == "CPU_CORE" else "node",
                 spin_us=0 if config.power_saving else GPU_SPIN_US if gpu else SPIN_US,
                 huge=config.numa_huge,
+                **share.placement(config),
             )
             if _engine.unbound:
                 logger.warning("Hybrid MoE: %s", UNBOUND.format(refused=_engine.unbound, threads=_engine.threads))
+            if _engine.unplaced:
+                logger.warning("Hybrid MoE: %s", UNPLACED.format(reason=_engine.unplaced))
         return _engine
 
 

@@ -43,6 +43,7 @@ class Plan:
     bind: str = "core"
     spin_us: int = 200
     huge: bool = True
+    placement: dict = field(default_factory=dict)  # of ``Cpus``
 
 
 @dataclass(frozen=True)
@@ -129,7 +130,7 @@ def call_us(ext, plan: Plan) -> float:
 
 
 def _engine(ext, plan: Plan, isa: str):
-    return ext.Engine(plan.cpus, isa=isa, bind=plan.bind, spin_us=plan.spin_us, huge=plan.huge)
+    return ext.Engine(plan.cpus, isa=isa, bind=plan.bind, spin_us=plan.spin_us, huge=plan.huge, **plan.placement)
 
 
 @contextmanager

@@ -47,6 +47,7 @@ def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
         bind="node" if settings.thread_binding == "NUMA_NODE" else "core",
         spin_us=0 if settings.power_saving else 200,
         huge=settings.numa_huge,
+        placement=workers.placement(settings),
     )
 
 

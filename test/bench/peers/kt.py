@@ -44,7 +44,7 @@ class Native(Engine):
         self.ggml = llama.Quantiser(cache)
         self.about = {
             "library": "kt-kernel", "version": install.KT_VERSION, "extension": variant, "workers": workers,
-            "caller_parked": self.parked,
+            "caller_parked": self.parked, "caller_priority": self.park.priority if self.park else 0,
         }  # fmt: skip
 
     @staticmethod
@@ -119,7 +119,7 @@ class Native(Engine):
     def waiting(self, call: Callable[[], Any]) -> Any:
         """A long call: the caller looks once in a while."""
         if self.park:
-            self.park.begin(10_000_000, 1_000_000)
+            self.park.begin(10_000_000, 1_000_000, 1_000_000)
         try:
             return call()
         finally:
@@ -135,57 +135,82 @@ class Park:
 
     def __init__(self, file: Path) -> None:
         library = ctypes.CDLL(str(file))
-        library.park_begin.argtypes = [ctypes.c_int64, ctypes.c_int64]
-        policy = os.sched_getscheduler(0)
-        if policy in (os.SCHED_FIFO, os.SCHED_RR):
-            # Real-time workers that wait awake would never let the caller in again; its own looks are short.
-            os.sched_setscheduler(0, policy, os.sched_param(os.sched_getparam(0).sched_priority + 1))
+        # Beside the first worker, which is idle when the caller adds up what the workers did, with the others.
+        os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+        library.park_begin.argtypes = [ctypes.c_int64] * 3
+        self.priority = self._come_first()
         error = library.park_open()
         if error:
             raise OSError(error, "park_open: no timer for the calling thread")
-        library.park_end.argtypes = [ctypes.POINTER(ctypes.c_int64)]
-        self.begin, self._end, self._blind = library.park_begin, library.park_end, ctypes.c_int64()
+        self.begin, self.end = library.park_begin, library.park_end
 
-    def end(self) -> tuple[int, float]:
-        """How often the caller slept, and how long ago the last sleep began, in seconds."""
-        sleeps = self._end(self._blind)
-        return sleeps, self._blind.value / 1e9
+    @staticmethod
+    def _come_first() -> int:
+        """The caller gets a real-time priority above the workers', so that it runs when it wakes up; 0 where it may not."""
+        own = os.sched_getparam(0).sched_priority
+        try:
+            os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(own + 1))
+        except PermissionError:
+            return 0
+        return own + 1
 
 
 class ParkedClock(Clock):
     """Guesses how long the next call lasts from those before, so that the caller sleeps for most of it.
 
-    The first sleep ends early, then the caller looks and sleeps in turns. A call that ended in the first sleep only says that
-    the guess was too long; one that was looked at for long lost time to the looking. Neither is a measurement. The work
-    of any other ended somewhere in the last sleep: half of that is taken off.
+    ``waking`` is what a call lasts after a sleep in which its work ended: such a call only says that the guess was too
+    long. One that had long to go when the caller woke up lost time to its waiting. Neither is a measurement; a measured
+    one lost at most one core's time from the end of the sleep on, some 3 % of the shortest calls and 1 % of others.
     """
 
-    ASLEEP = 0.93  # share of the guess that is slept through at once
-    STEP = 0.01  # of the guess, a look and a sleep in turns; at least SHORTEST, to which waking adds some 50 us
-    SHORTEST = 30e-6
-    LOOKED = 0.8  # a measured call was slept through to this share at least
+    ENDED = 1.4  # times ``waking``: calls that end later after the sleep had not ended in it
+    EARLY = 0.02, 1.9  # the caller wakes up so much of the guess, and so many ``waking``, before the expected end
+    LATE = 0.08, 3.0  # of the call and ``waking``: it had long to go
+    DRIFT = 1.01
+    SLOWED = 1.3  # what waiting awake does to the rest of a call
+    SURE = 0.05, 300e-6  # of a call, and seconds: at the beginning, one that ends so soon had ended in the sleep
 
     def __init__(self, park, guess: float | None = None) -> None:
-        self.park, self.guess, self.missed = park, guess or 0.02, 0
+        self.park, self.guess, self.waking = park, guess or 0.02, 0.0
+        self.best = float("inf")  # no call lasts longer than the quickest one; it may drift
+        self.missed, self.settled = 0, False
 
     def time(self, call: Callable[[], None]) -> float | None:
-        sleep = self.ASLEEP * self.guess
-        arguments = int(sleep * 1e9), int(max(self.SHORTEST, self.STEP * self.guess) * 1e9)
+        sleep = max(self.guess - max(self.EARLY[0] * self.guess, self.EARLY[1] * self.waking), 0.0)
+        looks = int(max(100e-6, 0.02 * self.guess) * 1e9), int(max(30e-6, 0.01 * self.guess) * 1e9)
         begin, end, now = self.park.begin, self.park.end, time.perf_counter
         start = now()
-        begin(*arguments)
+        begin(int(sleep * 1e9), *looks)
         call()
-        sleeps, blind = end()
-        return self.learn(sleep, sleeps, now() - start - (blind / 2 if sleeps else 0))
+        end()
+        return self.learn(sleep, now() - start)
 
-    def learn(self, sleep: float, sleeps: int, lasted: float) -> float | None:
-        if sleeps == 1:
-            self.missed += 1
-            self.guess *= 0.93 if self.missed == 1 else 0.75
+    def learn(self, sleep: float, lasted: float) -> float | None:
+        after, self.best = lasted - sleep, min(self.best * self.DRIFT, lasted)
+        if not self.waking:
+            if after < max(self.SURE[0] * lasted, self.SURE[1]):
+                self.waking = after
+            self.guess = self.best if self.waking else 1.15 * lasted
             return None
-        self.missed, self.guess = 0, lasted
-        # Too short a guess puts nobody to sleep: then the call is as it is.
-        return lasted if sleeps == 0 or sleep >= self.LOOKED * lasted else None
+        measured = self._learn(sleep, lasted, after)
+        self.guess = min(self.guess, self.best)
+        return measured
+
+    def _learn(self, sleep: float, lasted: float, after: float) -> float | None:
+        if after < self.ENDED * self.waking:
+            self.missed += 1
+            self.waking = 0.7 * self.waking + 0.3 * after
+            self.guess *= (0.97, 0.93, 0.8)[min(self.missed, 3) - 1]
+            return None
+        self.missed = 0
+        if after < self.LATE[0] * lasted + self.LATE[1] * self.waking:
+            self.settled, self.guess = True, lasted
+            return lasted
+        # One slow call among steady ones is as it is and teaches nothing.
+        steady, self.settled = self.settled, False
+        if not steady:
+            self.guess = sleep + after / self.SLOWED
+        return lasted if steady else None
 
 
 class KtLayer(Layer):

@@ -1,9 +1,8 @@
 // Lets the thread that calls kt-kernel sleep while kt-kernel's own workers compute.
 //
 // kt-kernel's caller waits awake for its workers. With as many workers as cores it takes their place: a call then lasts
-// multiples of a scheduler slice. A signal puts the caller to sleep until shortly before the call is expected to end,
-// then in small steps until it has ended. Between two steps it looks for as long: that is what one worker loses, and
-// time enough for what the caller does itself when the workers are done.
+// multiples of a scheduler slice. A signal puts the caller to sleep until shortly before the call is expected to end.
+// Then it waits awake as ever for a first look, and naps and looks in turns if that was not enough.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <signal.h>
@@ -21,8 +20,7 @@
 enum { kStart = 30000 };  // ns
 
 static timer_t timer;
-static volatile int64_t wake_at, step, shut;
-static volatile int sleeps;
+static volatile int64_t wake_at, look, turn;
 
 static int64_t now_ns(void) {
   struct timespec t;
@@ -40,11 +38,11 @@ static void fire_in(int64_t ns) {
 static void asleep(int number) {
   (void)number;
   const int kept = errno;
-  ++sleeps;
-  const int64_t now = shut = now_ns();
-  const struct timespec until = spec(wake_at > now ? wake_at : now + step);
+  const int64_t now = now_ns();
+  const struct timespec until = spec(wake_at > now ? wake_at : now + turn);
   clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL);
-  fire_in(step);
+  fire_in(look);
+  look = turn;
   errno = kept;
 }
 
@@ -64,17 +62,12 @@ int park_open(void) {
   return 0;
 }
 
-// The call that starts now is expected to last `expected` ns; look and sleep in turns of `again` ns after that.
-void park_begin(int64_t expected, int64_t again) {
-  wake_at = now_ns() + expected;
-  step = again;
-  sleeps = 0;
-  if (expected > 2 * kStart) fire_in(kStart);
+// The call that starts now: sleep for `asleep_for` ns, look for `first` and then nap and look for `again` in turns.
+void park_begin(int64_t asleep_for, int64_t first, int64_t again) {
+  wake_at = now_ns() + asleep_for;
+  look = first;
+  turn = again;
+  fire_in(kStart);
 }
 
-// The call has ended; how often the caller slept. `blind`: ns since it last closed its eyes, so the work ended within.
-int park_end(int64_t* blind) {
-  fire_in(0);
-  *blind = now_ns() - shut;
-  return sleeps;
-}
+void park_end(void) { fire_in(0); }

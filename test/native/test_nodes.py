@@ -218,3 +218,38 @@ def test_workers_that_may_move_stay_on_their_node():
     assert experts.pack_codes(0, "gate", rows.ctypes.data, 64) == 0 and x.size  # every worker has begun, and bound itself
     masks = [os.sched_getaffinity(int(task)) for task in tasks() - before]
     assert masks == [{cpus[-1]}] * 2 and engine.nodes == [0, 1, 1]
+
+
+def test_memory_lies_on_the_nodes_that_were_asked_for():
+    """On the nodes that this machine has; the kernel's own page map is the witness."""
+    code = """
+import os, re, sys
+from pathlib import Path
+import numpy as np, sgl_kernel_ext as ext
+maps, sysfs = Path("/proc/self/numa_maps"), Path("/sys/devices/system/node")
+if not maps.exists():
+    sys.exit(print("no page map"))
+listed = lambda text: [n for part in text.split(",") if part for n in range(int(part.split("-")[0]), int(part.split("-")[-1]) + 1)]
+allowed = os.sched_getaffinity(0)
+cpus = {n: [c for c in listed((sysfs / f"node{n}/cpulist").read_text().strip()) if c in allowed] for n in listed((sysfs / "has_memory").read_text().strip())}
+workers = [(cpu, node) for node in sorted(cpus) for cpu in cpus[node][:2]]
+engine = ext.Engine([cpu for cpu, _ in workers], nodes=[node for _, node in workers], place=True, huge=False)
+if engine.unplaced:
+    sys.exit(print("refused"))
+experts = ext.Experts(engine, "bf16", 4, 1024, 1024)
+rows = np.zeros((1024, 1024), np.uint16)
+for e in range(4):
+    for part in ("gate", "up", "down"):
+        assert experts.pack_codes(e, part, rows.ctypes.data, 2048) == 0
+page, there, elsewhere = os.sysconf("SC_PAGESIZE"), 0, 0
+for line in maps.read_text().splitlines():
+    if chosen := re.search(r"prefer(?:=[a-z]+)*:(\\d+)", line):
+        for node, pages in re.findall(r" N(\\d+)=(\\d+)", line):
+            size = int(pages) * int(re.search(r"kernelpagesize_kB=(\\d+)", line)[1]) * 1024
+            there, elsewhere = (there + size, elsewhere) if node == chosen[1] else (there, elsewhere + size)
+print(there >= experts.bytes, elsewhere)
+"""
+    said = in_a_process(code).strip()
+    if said in ("no page map", "refused"):
+        pytest.skip(f"{said}: nothing to compare with")
+    assert said == "True 0"

@@ -124,7 +124,7 @@ def _add_handover(measures) -> None:
     )
     add = handover.add_argument
     add("--hidden", type=int, default=2048, metavar="H", help="elements of a row, bf16 (default: 2048)")
-    add("--rows", type=int, action="append", metavar="N", help="rows of a batch, may be repeated (default: 1, 4, 32 and 256)")
+    add("--rows", type=int, action="append", metavar="N", help="rows of a batch, may be repeated (default: 1, 4 and 32)")
     add("--layers", type=int, default=40, metavar="N", help="layers in the graph (default: 40)")
     add("--samples", type=int, default=9, metavar="N", help="samples whose median counts (default: 9)")
     add("--json", type=Path, metavar="FILE", help="store the rows")
@@ -187,12 +187,12 @@ def _kernels(arguments: argparse.Namespace) -> int:
 def _handover(arguments: argparse.Namespace) -> int:
     from sglang.srt.lk.bench import handover
 
-    rows = list(
-        handover.run(
-            hidden=arguments.hidden, rows=arguments.rows or [1, 4, 32, 256], layers=arguments.layers, samples=arguments.samples
-        )
-    )
-    write("\n".join(handover.lines(rows, Style.of(sys.stdout))))
+    rows = []
+    for row in handover.run(
+        hidden=arguments.hidden, rows=arguments.rows or [1, 4, 32], layers=arguments.layers, samples=arguments.samples
+    ):
+        rows.append(row)
+        write("\n".join(handover.lines(rows)[0 if len(rows) == 1 else -1 :]))
     if arguments.json:
         arguments.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     return 0

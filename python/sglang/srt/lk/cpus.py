@@ -46,9 +46,8 @@ class Memory:
     why: list[str]
 
 
-# Beside a GPU: from so many cores of a rank on, so many are left to Python, whose threads wait for the card awake. A
-# worker that must share its core holds all others up at the next barrier: with 16 of 16 cores a step took three times
-# as long as its memory traffic (Qwen3-30B-A3B's shape, MXFP4, an H200 host).
+# Beside a GPU: from so many cores of a rank on, so many are left to Python, whose threads wait for the card awake; a
+# worker that must share its core holds all others up at the next barrier.
 SPARE = ((8, 2), (4, 1), (0, 0))
 
 

@@ -333,3 +333,17 @@ print(ext.Engine([0, 0]).threads)
 def test_the_probes_measure_something():
     assert engine().read_gb_per_s(megabytes=64, seconds=0.02) > 0.1
     assert engine().dot_gflop_per_s(seconds=0.02) > 0.1
+
+
+@pytest.mark.parametrize("nodes", [(), (0, 0, 1)])
+def test_every_expert_repeats_the_first_with_all_that_belongs_to_it(nodes):
+    rng = np.random.default_rng(5)
+    layer = reference.random_layer("nvfp4", 5, 64, 96, rng, bias=True)
+    experts = build(layer, made=engine(threads=3, nodes=nodes))
+    x = rng.standard_normal((4, 64), dtype=np.float32)
+    ask = lambda expert: run(experts, x, np.full((4, 1), expert, np.int32), np.ones((4, 1), np.float32))
+    first = ask(0)
+    assert not any(np.array_equal(ask(expert), first) for expert in range(1, 5))
+    experts.repeat_first()
+    for expert in range(5):
+        assert_bits_equal(ask(expert), first)

@@ -201,7 +201,9 @@ def test_an_engine_that_gives_no_answer_is_named_and_lets_the_gpu_go(made):
         gpu.native.abort()
         assert gpu.word(ABORT).value == 1
     submit, join = (ctypes.CFUNCTYPE(None, ctypes.c_void_p)(at) for at in ext.Handover.host_functions)
-    join(gpu.native.ticket(0, 1))  # returns
+    gpu.out[:] = 0
+    join(gpu.native.ticket(0, 1))  # returns, and what was asked for is NaN
+    assert (gpu.out[0] == 0xFFFF).all() and (gpu.out[1:] == 0).all()
 
 
 def test_a_limit_that_the_gpu_saw_pass_is_a_failure(made):

@@ -7,17 +7,20 @@
 #include <memory>
 #include <stdexcept>
 #include <string>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "check/reference.h"
 #include "dispatch.h"
 
 namespace check {
 
-// One engine per instruction set and thread count; more threads than processors share them.
-inline std::shared_ptr<lk::Engine> engine(const std::string& isa, int threads = 2) {
-  static std::map<std::pair<std::string, int>, std::shared_ptr<lk::Engine>> made;
-  auto& found = made[{isa, threads}];
+// One engine per instruction set, thread count and NUMA nodes, which the machine need not have; more threads than
+// processors share them.
+inline std::shared_ptr<lk::Engine> engine(const std::string& isa, int threads = 2, const std::vector<int>& nodes = {}) {
+  static std::map<std::tuple<std::string, int, std::vector<int>>, std::shared_ptr<lk::Engine>> made;
+  auto& found = made[{isa, threads, nodes}];
   if (found) return found;
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -26,7 +29,7 @@ inline std::shared_ptr<lk::Engine> engine(const std::string& isa, int threads = 
   for (int i = 0; i < CPU_SETSIZE; ++i)
     if (CPU_ISSET(i, &set)) all.push_back(i);
   for (int i = 0; i < threads; ++i) cpus.push_back(all.empty() ? 0 : all[size_t(i) % all.size()]);
-  return found = std::make_shared<lk::Engine>(cpus, isa, true, 50, false);
+  return found = std::make_shared<lk::Engine>(cpus, isa, true, 50, false, nodes);
 }
 
 inline void pack_part(lk::Experts& experts, int e, lk::Part part, const Weights& w) {

@@ -108,7 +108,7 @@ void check_shape(const Form& form, int turn, bool half, std::vector<Report>& rep
   }
 }
 
-// The same bits for any number of threads, and on lane instruction sets for a token alone, in small and in large batches;
+// The same bits for any number of threads and NUMA nodes, and on lane instruction sets for a token alone, in small and in large batches;
 // tiles sum in another order than the few rows beside them.
 void check_independence(const Form& form, Report& report) {
   const Shape shape{3, 96, 48, 2, 24};
@@ -121,6 +121,10 @@ void check_independence(const Form& form, Report& report) {
     for (int threads : {1, 3}) {
       lk::Experts other = pack(layer, engine(report.isa->name, threads));
       report.expect(same_bits(run(other, tokens, 0, shape.tokens), whole.data()), "other bits with " + std::to_string(threads) + " threads");
+    }
+    for (const std::vector<int>& nodes : {std::vector<int>{0, 1}, {0, 0, 1}, {0, 1, 2, 3}}) {
+      lk::Experts other = pack(layer, engine(report.isa->name, int(nodes.size()), nodes));
+      report.expect(same_bits(run(other, tokens, 0, shape.tokens), whole.data()), "other bits over " + std::to_string(other.shares().size()) + " nodes");
     }
     for (int count : {1, 2, 3, 4, 7, 12})
       if (report.isa->lane) report.expect(same_bits(run(experts, tokens, 11, count), whole.data() + 11 * shape.hidden), "other bits in a batch of " + std::to_string(count));

@@ -142,7 +142,7 @@ class FakePark:
     def __init__(self, seconds):
         self.seconds, self.now, self.sleep, self.slept = seconds, 0.0, 0.0, []
 
-    def begin(self, sleep, first, again):
+    def begin(self, sleep, look, nap):
         self.sleep = sleep / 1e9
 
     def call(self):
@@ -151,7 +151,7 @@ class FakePark:
         self.slept.append(self.sleep)
 
     def end(self):
-        pass
+        return 1
 
 
 @pytest.mark.parametrize("seconds", [0.0006, 0.0012, 0.01, 0.3, 2.0])

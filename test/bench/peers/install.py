@@ -194,7 +194,7 @@ def pack(target: Path, cache: Path, python: str, builds: list[str], extension: P
     (kt / "kt_kernel").mkdir(exist_ok=True)
     for build in builds:
         shutil.copytree(ggml_folder(cache, build), ggml_folder(kept, build), dirs_exist_ok=True)
-        shutil.copy(_gomp(ggml_folder(kept, build)), ggml_folder(kept, build) / "libgomp.so.1")
+        shutil.copy(_gomp(ggml_folder(cache, build)), ggml_folder(kept, build) / "libgomp.so.1")
         for file in (kt_folder(cache, python) / "kt_kernel").glob(f"_kt_kernel_ext_{kt_variant(build)}.*"):
             shutil.copy(file, kt / "kt_kernel")
     shutil.copy(cache / "park.so", kept)

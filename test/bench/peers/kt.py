@@ -177,13 +177,16 @@ class ParkedClock(Clock):
 
     def time(self, call: Callable[[], None]) -> float | None:
         sleep = max(self.guess - max(self.EARLY[0] * self.guess, self.EARLY[1] * self.waking), 0.0)
-        looks = int(max(100e-6, 0.02 * self.guess) * 1e9), int(max(30e-6, 0.01 * self.guess) * 1e9)
+        look, nap = max(40e-6, 0.005 * self.guess), max(30e-6, 0.01 * self.guess)
+        arguments = int(sleep * 1e9), int(look * 1e9), int(nap * 1e9)
         begin, end, now = self.park.begin, self.park.end, time.perf_counter
         start = now()
-        begin(int(sleep * 1e9), *looks)
+        begin(*arguments)
         call()
-        end()
-        return self.learn(sleep, now() - start)
+        sleeps = end()
+        lasted = now() - start
+        # What ended in a nap ended somewhere between its beginning and the caller's waking up.
+        return self.learn(sleep, lasted - (nap + self.waking) / 2 if sleeps > 1 and self.waking else lasted)
 
     def learn(self, sleep: float, lasted: float) -> float | None:
         after, self.best = lasted - sleep, min(self.best * self.DRIFT, lasted)

@@ -2,7 +2,7 @@
 //
 // kt-kernel's caller waits awake for its workers. With as many workers as cores it takes their place: a call then lasts
 // multiples of a scheduler slice. A signal puts the caller to sleep until shortly before the call is expected to end.
-// Then it waits awake as ever for a first look, and naps and looks in turns if that was not enough.
+// Then it waits awake as ever for a look, and naps and looks in turns if that was not enough.
 #define _GNU_SOURCE
 #include <errno.h>
 #include <signal.h>
@@ -17,10 +17,11 @@
 #define sigev_notify_thread_id _sigev_un._tid
 #endif
 
-enum { kStart = 30000 };  // ns
+enum { kStart = 50000 };  // ns; by then the call has handed its work to the workers
 
 static timer_t timer;
-static volatile int64_t wake_at, look, turn;
+static volatile int64_t wake_at, look, nap;
+static volatile int sleeps;
 
 static int64_t now_ns(void) {
   struct timespec t;
@@ -38,11 +39,11 @@ static void fire_in(int64_t ns) {
 static void asleep(int number) {
   (void)number;
   const int kept = errno;
+  ++sleeps;
   const int64_t now = now_ns();
-  const struct timespec until = spec(wake_at > now ? wake_at : now + turn);
+  const struct timespec until = spec(wake_at > now ? wake_at : now + nap);
   clock_nanosleep(CLOCK_MONOTONIC, TIMER_ABSTIME, &until, NULL);
   fire_in(look);
-  look = turn;
   errno = kept;
 }
 
@@ -62,12 +63,17 @@ int park_open(void) {
   return 0;
 }
 
-// The call that starts now: sleep for `asleep_for` ns, look for `first` and then nap and look for `again` in turns.
-void park_begin(int64_t asleep_for, int64_t first, int64_t again) {
+// The call that starts now: sleep for `asleep_for` ns, then look for `look_for` and nap for `nap_for` in turns.
+void park_begin(int64_t asleep_for, int64_t look_for, int64_t nap_for) {
   wake_at = now_ns() + asleep_for;
-  look = first;
-  turn = again;
+  look = look_for;
+  nap = nap_for;
+  sleeps = 0;
   fire_in(kStart);
 }
 
-void park_end(void) { fire_in(0); }
+// The call has ended; how often the caller slept or napped.
+int park_end(void) {
+  fire_in(0);
+  return sleeps;
+}

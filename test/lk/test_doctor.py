@@ -280,3 +280,12 @@ def test_a_node_too_full_for_its_part_is_said(tmp_path):
     said = [problem.what for problem in report.problems if problem.what.startswith("NUMA")]
     assert [what.split(" has ")[0] for what in said] == ["NUMA node 0", "NUMA node 1"] and stops(report) == []
     assert all("will lie on another node" in what for what in said)
+
+
+@pytest.mark.parametrize("device, gpu", [("cuda", True), ("cpu", False), (None, False)])
+def test_workers_are_those_of_the_server_beside_a_gpu_or_without(monkeypatch, device, gpu):
+    asked = []
+    usable = doctor.cpus.usable
+    monkeypatch.setattr(doctor.cpus, "usable", lambda *args, **more: (asked.append(more["gpu"]), usable(*args, **more))[1])
+    examine(device=device)
+    assert asked == [gpu]

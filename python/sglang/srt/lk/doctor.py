@@ -62,13 +62,13 @@ def examine(
     report = Report()
     ext = _look_at_install(report)
     settings = _look_at_settings(report, environ, ext)
-    usable = _look_at_cpu(report, ext, settings, root)
-    _look_at_memory(report, root, settings)
     _look_at_gpus(report)
+    device = device or ("cuda" if report.facts["gpu"]["cards"] else "cpu")
+    usable = _look_at_cpu(report, ext, settings, root, device)
+    _look_at_memory(report, root, settings)
     if bandwidth and ext is not None and report.facts["cpu"]["isa"]:
         report.facts["memory"]["read_gb_per_s"] = _read_bandwidth(report, ext, usable, settings)
     if model is not None:
-        device = device or ("cuda" if report.facts["gpu"]["cards"] else "cpu")
         _look_at_model(report, model, device, settings, ext)
     return report
 
@@ -126,8 +126,8 @@ def _isas(ext) -> list[str]:
     return [isa["name"] for isa in ext.isas() if isa["supported"]] if ext else list(config.ISAS)
 
 
-def _look_at_cpu(report: Report, ext, settings: config.Config, root: Path) -> cpus.Cpus:
-    found = cpus.usable(settings, root=root)
+def _look_at_cpu(report: Report, ext, settings: config.Config, root: Path, device: str) -> cpus.Cpus:
+    found = cpus.usable(settings, root=root, gpu=device == "cuda")
     for line in found.warnings:
         report.warn(line, "set LK_THREADS to that or unset it")
     report.facts["cpu"] = {

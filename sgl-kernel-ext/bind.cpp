@@ -310,6 +310,8 @@ NB_MODULE(sgl_kernel_ext, m) {
         const lk::Share& s = all[size_t(share)];
         return nb::bytes(reinterpret_cast<const char*>(s.weights.data()) + size_t(expert) * s.expert_bytes, s.expert_bytes);
       }, "expert"_a, "share"_a = 0, "A copy of one expert's packed bytes on one node (docs/reference/packed-layout.md).")
+      .def("take", [](PyExperts& e) { e.experts.take(); }, nb::call_guard<WithoutGil>(),
+           "Touches the packed memory with all threads, so that packing does not wait for the system to clear pages.")
       .def("pack_codes", &PyExperts::pack_codes, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a, "word_bytes"_a = 4,
            "Packs one matrix from checkpoint rows; returns how many values are not finite. word_bytes: 4-bit codes, from one "
            "run of eight k to the next.")

@@ -32,7 +32,8 @@ class Buffer {
 // Returns 0, or the error with which the system refuses (containers often do, and a node may not exist).
 int prefer_node(const Buffer& buffer, int node);
 
-// Writes to every page of part `part` of `parts`, so that untouched memory comes from the calling thread's node.
+// Makes every page of part `part` of `parts` resident and leaves what it holds; untouched memory comes from the calling
+// thread's node.
 void touch(const Buffer& buffer, int part, int parts);
 
 }  // namespace lk

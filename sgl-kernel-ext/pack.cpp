@@ -132,17 +132,25 @@ void pack_nibbles(Format format, const Matrix& m, int panel, const Rows& rows) {
 int groups_of(const Matrix& m) { return (m.layout.depth + m.layout.group - 1) / m.layout.group; }
 int true_groups_of(const Matrix& m) { return (m.depth + m.layout.group - 1) / m.layout.group; }
 
-// One element per column and group, `put` into the store; returns what `refused` says.
+// One element per column and group, some groups at a time, transposed in L1; returns how many are refused. Zero, the
+// padding, never is.
 template <class T, class Refused> int64_t pack_each(const Matrix& m, int panel, const Rows& rows, const Refused& refused) {
   const Panel p(m, panel, rows);
+  constexpr int kStep = 16;
+  const int groups = groups_of(m), real = true_groups_of(m);
   int64_t bad = 0;
-  for (int g = 0; g < groups_of(m); ++g) {
-    T values[kColumns] = {};
-    for (int c = 0; c < p.columns && g < true_groups_of(m); ++c) {
-      memcpy(&values[c], p.from + c * rows.row_bytes + g * ptrdiff_t(sizeof(T)), sizeof(T));
-      bad += refused(values[c]);
+  for (int g = 0; g < groups; g += kStep) {
+    T tile[kColumns][kStep] = {};
+    const int n = std::clamp(real - g, 0, kStep);
+    for (int c = 0; c < p.columns; ++c)
+      copy<kStep * int(sizeof(T))>(tile[c], p.from + c * rows.row_bytes + g * ptrdiff_t(sizeof(T)), n * int(sizeof(T)));
+    for (const auto& column : tile)
+      for (T value : column) bad += refused(value);
+    for (int j = 0; j < std::min(kStep, groups - g); ++j) {
+      T row[kColumns];
+      for (int c = 0; c < kColumns; ++c) row[c] = tile[c][j];
+      memcpy(p.scales + size_t(g + j) * sizeof row, row, sizeof row);
     }
-    memcpy(p.scales + size_t(g) * sizeof values, values, sizeof values);
   }
   return bad;
 }

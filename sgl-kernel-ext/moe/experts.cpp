@@ -14,6 +14,7 @@ namespace {
 
 constexpr int kTurns = 4;         // parts per worker of a phase
 constexpr int kMaxTokens = 4096;  // per pass: bounds the workspace, longer batches take several
+constexpr int kAwakeUs = 2000;    // between two tensors of a load; Python needs about a tenth of it
 
 int round_up(int n, int to) { return (n + to - 1) / to * to; }
 
@@ -148,18 +149,22 @@ size_t Experts::bytes() const {
   return all;
 }
 
-// Every node's memory from that node. Where the system does not let it be named, the node's own workers are the first to
-// touch it; the caller, who may run anywhere, only where there is nobody else.
+// Every node's memory from that node. Where the system does not let it be named, it is where it is first touched: now,
+// before somebody else does.
 void Experts::place() {
-  const auto held = engine_->lock();
-  Pool& pool = engine_->pool();
-  const auto& nodes = pool.nodes();
+  const auto& nodes = engine_->pool().nodes();
   bool placed = true;
   for (size_t i = 0; i < nodes.size(); ++i) placed &= prefer_node(shares_[i].weights, nodes[i].id) == 0;
-  if (placed) return;
+  if (!placed) take();
+}
+
+// The caller, who may run anywhere, touches only where a node has nobody else.
+void Experts::take() {
+  const auto held = engine_->lock();
+  Pool& pool = engine_->pool();
   pool.run([&](int w) {
-    const Node& node = nodes[size_t(pool.node_of(w))];
-    const int idle = node.first == 0 && node.count > 1;
+    const Node& node = pool.nodes()[size_t(pool.node_of(w))];
+    const int idle = engine_->places() && node.first == 0 && node.count > 1;
     if (w >= node.first + idle) touch(share_of(w).weights, w - node.first - idle, node.count - idle);
   });
 }
@@ -181,6 +186,7 @@ template <class Pack> int64_t Experts::each_panel(int expert, Part part, const P
   const int panels = panel_count(columns(part)), workers = engine_->pool().size();
   std::vector<int64_t> bad(size_t(workers), 0);
   const auto held = engine_->lock();
+  engine_->pool().stay_awake(kAwakeUs);
   engine_->pool().run([&](int w) {
     const Matrix m = matrix(share_of(w), expert, part);
     for (int p = panels * w / workers; p < panels * (w + 1) / workers; ++p) bad[size_t(w)] += pack(m, p);
@@ -373,6 +379,7 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
 void Experts::forward(const Forward& call) {
   const auto held = engine_->lock();
   const int64_t start = now_ns();
+  engine_->pool().stay_awake(0);
   if (engine_->places()) engine_->pool().bring_caller();
   for (int64_t first = 0; first < call.tokens; first += kMaxTokens)
     pass(call, first, int(std::min<int64_t>(kMaxTokens, call.tokens - first)));

@@ -99,6 +99,7 @@ class Experts {
   Shape shape() const { return shape_; }
   const Coding& coding() const { return coding_; }
 
+  void take();  // touches the weights' memory with all workers, each on its node; before, it may be only addresses
   int64_t pack_codes(int expert, Part part, const Rows& rows);
   int64_t pack_scales(int expert, Part part, const Rows& rows);
   int64_t pack_zeros(int expert, Part part, const Rows& rows);

@@ -56,7 +56,7 @@ void Signal::wait_past(uint32_t old, int spin_us) {
 }
 
 Pool::Pool(std::vector<int> cpus, const std::vector<int>& nodes, bool bind_each, int spin_us)
-    : cpus_(std::move(cpus)), bind_each_(bind_each), spin_us_(spin_us), owner_(getpid()) {
+    : cpus_(std::move(cpus)), bind_each_(bind_each), spin_us_(spin_us), spin_now_us_(spin_us), owner_(getpid()) {
   for (int i = 0; i < size(); ++i) {
     const int id = nodes.empty() ? 0 : nodes[size_t(i)];
     if (nodes_.empty() || nodes_.back().id != id) nodes_.push_back({id, i, 0});
@@ -121,7 +121,7 @@ void Pool::bind(int worker) {
 void Pool::work(int worker) {
   FlushSubnormals flush;
   for (uint32_t seen = 0;; ++seen) {
-    begin_.wait_past(seen, spin_us_);
+    begin_.wait_past(seen, spin_now_us_.load(std::memory_order_relaxed));
     if (stop_) return;
     call(worker);
     if (running_.fetch_sub(1, std::memory_order_acq_rel) == 1) end_.advance();
@@ -164,7 +164,7 @@ void Pool::start(Entry entry, const void* context) {
   running_.store(size() - 1, std::memory_order_relaxed);
   begin_.advance();
   call(0);
-  end_.wait_past(end, spin_us_);
+  end_.wait_past(end, spin_now_us_.load(std::memory_order_relaxed));
   if (!failed_.load(std::memory_order_acquire)) return;
   arrived_.store(0, std::memory_order_relaxed);
   failed_.store(false, std::memory_order_relaxed);
@@ -180,7 +180,7 @@ void Pool::barrier() {
     arrived_.store(0, std::memory_order_relaxed);
     phase_.advance();
   } else {
-    phase_.wait_past(phase, spin_us_);
+    phase_.wait_past(phase, spin_now_us_.load(std::memory_order_relaxed));
     if (failed_.load(std::memory_order_acquire)) throw Left();
   }
 }

@@ -44,6 +44,13 @@ class Pool {
   const std::vector<Node>& nodes() const { return nodes_; }
   int node_of(int worker) const { return node_of_[size_t(worker)]; }  // index of nodes()
 
+  // How long threads wait awake from the next wait on: at least this, in microseconds; 0 as made. Who made the pool with
+  // no spin at all keeps it. For loading, where the next tensor comes sooner than a sleeping thread is woken.
+  void stay_awake(int us) {
+    const int next = spin_us_ == 0 || us < spin_us_ ? spin_us_ : us;
+    if (spin_now_us_.load(std::memory_order_relaxed) != next) spin_now_us_.store(next, std::memory_order_relaxed);
+  }
+
   void bring_caller() const;  // to node 0 of nodes(), where worker 0 is expected; its affinity stays what it was
 
   void refuse_fork() const;  // throws in a forked child, which has the object but not the threads
@@ -70,6 +77,7 @@ class Pool {
   std::vector<Node> nodes_;
   bool bind_each_;
   int spin_us_;
+  std::atomic<int> spin_now_us_;
   int owner_;  // process that has the threads
   int unbound_ = 0;
   std::vector<std::thread> threads_;

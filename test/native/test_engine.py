@@ -184,6 +184,53 @@ def test_an_idle_engine_uses_no_cpu():
     assert time.process_time() - before < 0.05
 
 
+def test_threads_stay_awake_between_two_tensors_and_sleep_soon_after_the_last():
+    """Packed at a pace of one tensor in half a millisecond, a thread is hardly ever woken; then it costs nothing."""
+    made = ext.Engine([min(os.sched_getaffinity(0))] + [max(os.sched_getaffinity(0))], spin_us=20)
+    experts = ext.Experts(made, "bf16", 1, 64, 64)
+    rows = np.zeros((64, 64), np.uint16)
+    voluntary = lambda: sum(int(line.split()[1]) for task in os.listdir("/proc/self/task") if worker(task)
+                            for line in open(f"/proc/self/task/{task}/status") if line.startswith("voluntary"))  # fmt: skip
+    worker = lambda task: open(f"/proc/self/task/{task}/comm").read() == "lk-worker\n"
+    pack = lambda: experts.pack_codes(0, "gate", rows.ctypes.data, rows.strides[0])
+
+    def sleeps(call, times=200):
+        before = voluntary()
+        for _ in range(times):
+            assert call() in (0, None)
+            until = time.perf_counter() + 500e-6
+            while time.perf_counter() < until:
+                pass
+        return voluntary() - before
+
+    x, ids, w = np.zeros((1, 64), np.uint16), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    forward = lambda: None if run(experts, x, ids, w).any() else 0
+    pack()
+    # A busy machine keeps the caller away for longer than a thread waits: the quietest of some rounds counts.
+    assert min(sleeps(pack, 100) for _ in range(8)) < min(sleeps(forward, 100) for _ in range(2))
+    time.sleep(0.05)
+    before = time.process_time()
+    time.sleep(0.5)
+    assert time.process_time() - before < 0.05
+
+
+def test_taking_the_memory_makes_it_resident_and_leaves_what_is_packed():
+    layer = reference.random_layer("mxfp4", 8, 1024, 512, np.random.default_rng(0))
+    x, ids, w = reference.to_bf16(np.ones((1, 1024))), np.zeros((1, 1), np.int32), np.ones((1, 1), np.float32)
+    resident = lambda: int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    before = resident()
+    experts = ext.Experts(engine(), "mxfp4", 8, 1024, 512)
+    experts.take()
+    assert resident() - before > 0.9 * experts.bytes
+    for e, parts in enumerate(layer.weights):
+        for part, m in parts.items():
+            native.pack(experts, e, part, m)
+    expected = run(build(layer), x, ids, w)
+    assert_bits_equal(run(experts, x, ids, w), expected)
+    experts.take()
+    assert_bits_equal(run(experts, x, ids, w), expected)
+
+
 def test_a_forked_child_is_told_instead_of_hanging():
     code = """
 import os, sys, numpy as np, sgl_kernel_ext as ext

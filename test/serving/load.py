@@ -21,7 +21,6 @@ import argparse
 import contextlib
 import json
 import math
-import mmap
 import os
 import re
 import shutil
@@ -52,7 +51,8 @@ TOKENS = 16
 # The type that stock serves 4-bit checkpoints in, and a cache that does not hide the experts.
 FLAGS = ("--dtype", "bfloat16", "--max-total-tokens", "4096")
 PACKED = re.compile(
-    r"([\d.]+) of ([\d.]+) GB of experts packed in ([\d.]+) s, [\d.]+ GB/s \(packing alone [\d.]+ s, ([\d.]+) GB/s\)"
+    r"([\d.]+) of ([\d.]+) GB of experts packed in ([\d.]+) s, [\d.]+ GB/s \(packing alone [\d.]+ s, ([\d.]+) GB/s; "
+    r"the system gave their memory in ([\d.]+) s\)"
 )
 WEIGHTS = re.compile(r"Load weight end\. elapsed=([\d.]+) s")
 THREADS = re.compile(r"(\d+) threads, (\w+) kernels")
@@ -113,11 +113,11 @@ class Run:
     label: str
     ready_s: float = 0.0
     weights_s: float = 0.0
-    touch_gb_per_s: float = 0.0
     memory: Memory = field(default_factory=Memory)
     experts_gb: float = 0.0
     pack_s: float = 0.0
     packing_gb_per_s: float = 0.0
+    memory_s: float = 0.0
     threads: int = 0
     isa: str = ""
     answered: int = 0
@@ -225,51 +225,13 @@ def read_cold(files: list[Path]) -> float:
     return read_once(files)
 
 
-class Ballast:
-    """Memory that this machine has touched, held until a server takes its own and given back as fast as it does.
-
-    A virtual machine gets memory from its host at a fraction of the speed of packing, and may return what lies free for
-    seconds: without ballast its host would be measured.
-    """
-
-    CHUNK = 64 << 20
-    LEAD = 512 << 20
-
-    def __init__(self, size: int):
-        self.gb_per_s = 0.0
-        self._start: int | None = None
-        self._size = size
-        start = time.monotonic()
-        self._chunks = [self._touched() for _ in range(-(-size // self.CHUNK))]
-        self.gb_per_s = size / GB / (time.monotonic() - start)
-
-    def follow(self, pid: int, anonymous: int) -> None:
-        """Called often; a worker thread of ours is the sign that experts come next."""
-        if self._start is None:
-            if any(comm.read_text().strip() == "lk-worker" for comm in Path(f"/proc/{pid}/task").glob("*/comm")):
-                self._start = anonymous
-            else:
-                return
-        keep = self._size - self.LEAD - (anonymous - self._start)
-        while self._chunks and len(self._chunks) * self.CHUNK > keep:
-            self._chunks.pop().close()
-
-    def _touched(self) -> mmap.mmap:
-        memory = mmap.mmap(-1, self.CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_HUGEPAGE)
-        for offset in range(0, self.CHUNK, mmap.PAGESIZE):
-            memory[offset] = 1
-        return memory
-
-
 class Watch:
     """Samples the resident sizes of all processes below this one while it is open."""
 
     KINDS = ("VmHWM", "VmRSS", "RssAnon", "RssFile", "RssShmem")
 
-    def __init__(self, ballast: Ballast | None = None, every_s: float = 0.02):
+    def __init__(self, every_s: float = 0.02):
         self.memory = Memory()
-        self._ballast = ballast
         self._every_s = every_s
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run)
@@ -296,9 +258,6 @@ class Watch:
                 memory.scheduler_peak = max(memory.scheduler_peak, largest["VmHWM"])
                 memory.anonymous_peak = max(memory.anonymous_peak, largest["RssAnon"])
                 memory.files_peak = max(memory.files_peak, largest["RssFile"] + largest["RssShmem"])
-                if self._ballast:
-                    with contextlib.suppress(OSError):  # a thread ended while we looked
-                        self._ballast.follow(largest["pid"], largest["RssAnon"])
 
     def _sample(self) -> list[dict[str, int]]:
         found = []
@@ -306,14 +265,14 @@ class Watch:
             with contextlib.suppress(OSError):  # it ended while we looked
                 rows = (line.split() for line in Path(f"/proc/{pid}/status").read_text().splitlines())
                 sizes = {row[0][:-1]: int(row[1]) * 1024 for row in rows if row and row[0][:-1] in self.KINDS}
-                found += [sizes | {"pid": pid}] if len(sizes) == len(self.KINDS) else []
+                found += [sizes] if len(sizes) == len(self.KINDS) else []
         return found
 
 
-def serve(label: str, model: Path, *, hybrid: bool, ballast: Ballast | None = None) -> Run:
+def serve(label: str, model: Path, *, hybrid: bool) -> Run:
     """One server from start to one answer and gone."""
     run, start = Run(label), time.monotonic()
-    with Watch(ballast) as watch, recite_server.serve(model, hybrid=hybrid, flags=FLAGS) as server:
+    with Watch() as watch, recite_server.serve(model, hybrid=hybrid, flags=FLAGS) as server:
         run.ready_s = time.monotonic() - start
         run.answered = len(client.generate(server.port, TOKENS, prompt="The experts").ids)
         watch.at_rest()
@@ -321,7 +280,7 @@ def serve(label: str, model: Path, *, hybrid: bool, ballast: Ballast | None = No
     run.memory = watch.memory
     run.weights_s = float(WEIGHTS.findall(log)[-1])
     if hybrid:
-        done, total, run.pack_s, run.packing_gb_per_s = map(float, PACKED.findall(log)[-1])
+        done, total, run.pack_s, run.packing_gb_per_s, run.memory_s = map(float, PACKED.findall(log)[-1])
         if done != total:
             raise RuntimeError(f"the log says that {done} of {total} GB were packed")
         run.experts_gb = total
@@ -354,6 +313,7 @@ def table(runs: list[Run], read_s: float, size: int) -> str:
         ("time to ready", [f"{run.ready_s:.1f} s" for run in runs]),
         ("of it, loading weights", [f"{run.weights_s:.1f} s" for run in runs]),
         ("experts packed", packing),
+        ("of it, memory from the system", [f"{run.memory_s:.1f} s" if run.threads else "-" for run in runs]),
         ("packing alone, per core", [f"{run.per_core:.2f} GB/s, {run.isa}" if run.threads else "-" for run in runs]),
         ("all processes, peak RSS", gb(lambda memory: memory.peak)),
         ("all processes, RSS at rest", gb(lambda memory: memory.idle)),
@@ -363,21 +323,15 @@ def table(runs: list[Run], read_s: float, size: int) -> str:
         ("scheduler, RssFile at rest", gb(lambda memory: memory.files_idle)),
     ]
     widths = [max(len(cells[column]) for _, cells in rows) for column in range(len(runs))]
-    touched = ", ".join(f"{run.touch_gb_per_s:.1f}" for run in runs if run.touch_gb_per_s)
     lines = [
-        f"{head:28}" + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for head, cells in rows
+        f"{head:30}" + "  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True)) for head, cells in rows
     ]
-    read = f"read once in {read_s:.1f} s ({size / GB / read_s:.2f} GB/s)"
-    head = f"{size / GB:.2f} GB on disk, {read}; fresh memory at {touched} GB/s"
-    return "\n".join([head, *lines])
+    return "\n".join([f"{size / GB:.2f} GB on disk, read once in {read_s:.1f} s ({size / GB / read_s:.2f} GB/s)", *lines])
 
 
-def from_here(label: str, model: Path, size: int) -> Run:
-    """A hybrid server on a machine that has the memory for it."""
-    ballast = Ballast(size)
-    progress(f"{size / GB:.1f} GB of fresh memory touched at {ballast.gb_per_s:.1f} GB/s; serving {label}")
-    run = serve(f"hybrid, {label}", model, hybrid=True, ballast=ballast)
-    run.touch_gb_per_s = ballast.gb_per_s
+def hybrid(label: str, model: Path) -> Run:
+    progress(f"serving {label}")
+    run = serve(f"hybrid, {label}", model, hybrid=True)
     progress(f"ready in {run.ready_s:.0f} s")
     return run
 
@@ -392,9 +346,9 @@ def measure(folder: Path, gigabytes: float) -> tuple[str, dict]:
     progress(f"read once in {read_s:.1f} s; serving stock")
     stock = serve("stock, recite", folder / "recite", hybrid=False)
     evict(files)
-    cold = from_here("from disk", folder / "large", sum(sizes))
+    cold = hybrid("from disk", folder / "large")
     read_once(files)
-    warm = from_here("from page cache", folder / "large", sum(sizes))
+    warm = hybrid("from page cache", folder / "large")
     held = verdicts(stock, [cold, warm], max(sizes), other)
     lines = [f"{'ok' if good else 'NOT MET'}: {text}" for text, good in held.items()]
     runs = [asdict(run) | dict(gb_per_s=run.gb_per_s, gb_per_s_per_core=run.per_core) for run in (stock, cold, warm)]

@@ -123,6 +123,10 @@ class Experts:
         self.width = width
         self.bytes = self.native.bytes
 
+    def take(self) -> None:
+        """Touch the layer's memory with all threads, each on its NUMA node; before, only addresses are reserved."""
+        self.native.take()
+
     def pack_codes(self, expert: int, part: str, rows: torch.Tensor) -> int:
         """Pack one part, a row per output; the number of codes that are no finite value. int32 words of eight codes may
         lie anywhere: their distance within a row is given, too."""

@@ -35,19 +35,54 @@ logger = logging.getLogger(__name__)
 GB = 1e9
 
 
+class Clock:
+    """Seconds in which at least one thread was inside ``running``."""
+
+    def __init__(self) -> None:
+        self._finished = 0.0
+        self._inside = 0
+        self._since = 0.0
+        self._lock = threading.Lock()
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        with self._lock:
+            if self._inside == 0:
+                self._since = time.monotonic()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._finished += time.monotonic() - self._since
+
+    @property
+    def seconds(self) -> float:
+        with self._lock:
+            return self._finished + (time.monotonic() - self._since if self._inside else 0.0)
+
+
 class Progress:
-    """What all layers of this process have packed, said at most every ``every`` seconds."""
+    """What all layers of this process have packed, said at most every ``every`` seconds. Apart from the whole time it knows
+    that of ``packing`` itself, and that of ``taking`` memory, in which the system clears pages."""
 
     def __init__(self, every: float = 5.0):
         self.every = every
         self.total = 0
         self.done = 0
         self.began: float | None = None
-        self.busy = 0.0
-        self._packing = 0
-        self._since = 0.0
+        self.packing = Clock()
+        self.taking = Clock()
         self._said = 0.0
         self._lock = threading.Lock()
+
+    def begin(self) -> None:
+        """With the first tensor, before its layer's memory is taken."""
+        with self._lock:
+            if self.began is None:
+                self.began = self._said = time.monotonic()
 
     def expect(self, size: int) -> None:
         with self._lock:
@@ -56,8 +91,6 @@ class Progress:
     def add(self, size: int) -> None:
         with self._lock:
             now = time.monotonic()
-            if self.began is None:
-                self.began = self._said = now
             self.done += size
             if now - self._said < self.every:
                 return
@@ -65,30 +98,16 @@ class Progress:
             line = self._line(now)
         logger.info("Hybrid MoE: %s", line)
 
-    @contextlib.contextmanager
-    def packing(self) -> Iterator[None]:
-        """Around a call into the extension: ``busy`` is the time in which at least one is under way."""
-        with self._lock:
-            if self._packing == 0:
-                self._since = time.monotonic()
-            self._packing += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._packing -= 1
-                if self._packing == 0:
-                    self.busy += time.monotonic() - self._since
-
     def summary(self) -> str:
         with self._lock:
             return self._line(time.monotonic())
 
     def _line(self, now: float) -> str:
-        seconds, busy = max(now - (self.began or now), 1e-9), max(self.busy, 1e-9)
+        seconds, packing = max(now - (self.began or now), 1e-9), max(self.packing.seconds, 1e-9)
         return (
             f"{self.done / GB:.2f} of {self.total / GB:.2f} GB of experts packed in {seconds:.1f} s, "
-            f"{self.done / GB / seconds:.2f} GB/s (packing alone {busy:.1f} s, {self.done / GB / busy:.2f} GB/s)"
+            f"{self.done / GB / seconds:.2f} GB/s (packing alone {packing:.1f} s, {self.done / GB / packing:.2f} GB/s; "
+            f"the system gave their memory in {self.taking.seconds:.1f} s)"
         )
 
 
@@ -109,6 +128,8 @@ class LayerStore:
         self._progress = progress
         self._here: set[tuple[int, str, str]] = set()
         self._lock = threading.Lock()
+        self._taken = False
+        self._taken_lock = threading.Lock()
         self._put = {
             CODES: self._codes,
             SCALES: self._scales,
@@ -124,25 +145,37 @@ class LayerStore:
         """Pack one tensor of one expert, cut to what the window touches; ``FormatError`` says what is wrong with it."""
         if what == UNUSED:
             return
+        self._progress.begin()
+        self._take()
         self._put[what](expert, part, tensor, window)
         self._note(expert, part, what)
 
+    def _take(self) -> None:
+        """The layer's memory, before its first byte is packed: all threads touch it, so that packing waits for nothing."""
+        with self._taken_lock:
+            if not self._taken:
+                with self._progress.taking.running():
+                    self.experts.take()
+                self._taken = True
+
     def _codes(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
         codes = self.format.codes(tensor, self.geometry)
-        with self._progress.packing():
+        with self._progress.packing.running():
             bad = self.experts.pack_codes(expert, part, codes)
         _finite(bad, tensor, "weights")
 
     def _scales(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
         scales = self.format.scales(tensor, window, self.packing)
-        with self._progress.packing():
+        with self._progress.packing.running():
             bad = self.experts.pack_scales(expert, part, scales)
         if bad and scales.numel() != tensor.numel():  # spread: what is said is about the checkpoint's own
             bad = int((~torch.isfinite(tensor.to(torch.float32))).sum())
         _finite(bad, tensor, "scales")
 
     def _zeros(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
-        self.experts.pack_zeros(expert, part, self.format.zeros(tensor, window, self.packing))
+        zeros = self.format.zeros(tensor, window, self.packing)
+        with self._progress.packing.running():
+            self.experts.pack_zeros(expert, part, zeros)
 
     def _channel_scales(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
         scales = self.format.channel_scales(tensor)
@@ -180,7 +213,7 @@ class LayerStore:
             for what in self.needs:
                 tensor = self.format.sample(what, shape(self.axes(what), window), generator)
                 self.put(0, part, what, tensor, window)
-        with self._progress.packing():
+        with self._progress.packing.running():
             self.experts.repeat_first()
         for expert in range(1, self.geometry.experts):
             for part in PARTS:

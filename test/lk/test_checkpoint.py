@@ -189,6 +189,12 @@ def test_a_tensor_in_two_shards_is_a_doubt_and_counted_once(tmp_path):
     assert doubt == f"12 tensors of old.safetensors are in model.safetensors, too ({first}): whichever is read last counts"
 
 
+@pytest.mark.parametrize("says, doubts", [({"desc_act": True, "group_size": 128}, 1), ({"desc_act": True, "group_size": -1}, 0), ({"desc_act": False}, 0), ([], 0)])
+def test_columns_in_act_order_are_a_doubt(tmp_path, says, doubts):
+    found = checkpoint.read(headers.checkpoint(tmp_path / "m", int4("gptq"), {"quantization_config": says}))
+    assert len(found.doubts) == doubts and all("desc_act" in doubt for doubt in found.doubts)
+
+
 def test_missing_expert_tensors_are_named(tmp_path):
     tensors = headers.mxfp4()
     del tensors["model.layers.1.mlp.experts.3.down_proj.weight_packed"]

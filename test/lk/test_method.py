@@ -79,7 +79,6 @@ NEARLY = {
     "GPTQ with 3 bits is not supported (4 bits are)": ("GPTQMoEMethod", int4(weight_bits=3), None),
     "in Marlin's own layout are not supported": ("GPTQMoEMethod", int4(checkpoint_format="marlin"), None),
     "AWQ with 8 bits is not supported (4 bits are)": ("AWQMoEMethod", int4(weight_bits=8), None),
-    "AWQ without zero points is not supported": ("AWQMoEMethod", int4(zero_point=False), None),
     "compressed-tensors integers of 8 bits are not supported (4 bits are)": (
         "CompressedTensorsFusedMoEMethod", None, ("CompressedTensorsWNA16MoE", dict(num_bits=8)),
     ),

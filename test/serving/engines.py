@@ -40,7 +40,7 @@ class Host:
 
     def __exit__(self, *_) -> None:
         self._process.stdin.close()
-        self._process.wait(30)
+        self._process.wait(120)  # a fork of it may still be ending, on a busy machine
 
     def run(self, model: Path, batches: list[dict], log: Path, timeout: float = 120, **arguments) -> dict:
         job = dict(model=str(model), batches=batches, log=str(log), arguments=arguments, timeout=timeout)

@@ -252,6 +252,7 @@ FORMAT_NAMES = {
     "gptq": "INT4 (`gptq`), symmetric, groups of 32",
     "gptq_zeros": "INT4 (`gptq`), zero points, groups of 32",
     "gptq_v2_channel": "INT4 (`gptq`, version 2), zero points, per channel",
+    "auto_round": "INT4 (`auto-round`, packed as GPTQ), symmetric, groups of 32",
     "int4": "INT4 (compressed-tensors `pack-quantized`), symmetric, groups of 64",
     "int4_zeros": "INT4 (compressed-tensors `pack-quantized`), zero points, groups of 32",
     "int4_channel": "INT4 (compressed-tensors `pack-quantized`), symmetric, per channel",

@@ -153,6 +153,11 @@ FORMATS: dict[str, Quantized] = {
         _GPTQ | dict(sym=False, group_size=-1, checkpoint_format="gptq_v2", dynamic={r"-:.*self_attn.*": {}}),
         attention=False,  # upstream's linear layers on a CPU do not know this version
     ),
+    "auto_round": Quantized(
+        int4(32, gptq(), zeros=False),
+        dict(quant_method="auto-round", bits=4, group_size=32, sym=True, packing_format="auto_round:auto_gptq",
+             block_name_to_quantize="model.layers"),
+    ),
     "int4": Quantized(
         int4(64, compressed, zeros=False, dtype=torch.bfloat16),
         compressed_config("pack-quantized", dict(num_bits=4, type="int", strategy="group", group_size=64, symmetric=True)),

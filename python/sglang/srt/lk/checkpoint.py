@@ -87,6 +87,7 @@ def read(path: Path) -> Checkpoint:
                 found.other_bytes += tensor.bytes
         file_of |= dict.fromkeys(tensors, file.name)
     found.problems += missing_shards(path, listed, file_of)
+    found.doubts += _ordered(config)
     hidden, symmetric = _first(config, "hidden_size"), _symmetric(config)
     found.layers = [group.layer(key, found.declared_experts, hidden, symmetric) for key, group in sorted(groups.items())]
     return found
@@ -107,6 +108,13 @@ def _repeated(file: str, names: list[str], file_of: Mapping[str, str]) -> list[s
         return []
     others = ", ".join(sorted({file_of[name] for name in names}))
     return [f"{len(names)} tensors of {file} are in {others}, too ({names[0]}): whichever is read last counts"]
+
+
+def _ordered(config: dict) -> list[str]:
+    match config.get("quantization_config"):
+        case {"desc_act": True, "group_size": int(group)} if group > 0:
+            return ["its columns may be grouped in act-order (desc_act), which the start refuses unless it is their own order"]
+    return []
 
 
 def _symmetric(config: dict) -> bool:

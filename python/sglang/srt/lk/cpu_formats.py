@@ -134,6 +134,18 @@ def _named(prefix: str, modules: Sequence[str]) -> bool:
     return any(module in prefix for module in modules)
 
 
+def allow_auto_round(module: ModuleType) -> None:
+    """AutoRound wants AMX on a CPU, for kernels that are not used here."""
+    original = expect(module.AutoRoundConfig, "check_cpu_support", ["self", "weight_bits"])
+
+    @functools.wraps(original)
+    def check_cpu_support(self: Any, weight_bits: int) -> None:
+        if not _without_gpu() or weight_bits != 4:
+            original(self, weight_bits)
+
+    module.AutoRoundConfig.check_cpu_support = check_cpu_support
+
+
 def remember_symmetry(module: ModuleType) -> None:
     """Upstream's configuration forgets ``sym``, without which zero points would be kept that are all the same."""
     original = module.GPTQConfig.__dict__["from_config"].__func__

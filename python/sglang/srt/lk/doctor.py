@@ -211,7 +211,7 @@ def _look_at_model(report: Report, path: Path, device: str, settings: config.Con
     for problem in found.problems + _incomplete(found):
         report.stop(f"{path.name}: {problem}", "fetch the checkpoint again")
     for doubt in found.doubts:
-        report.warn(f"{path.name}: {doubt}", "remove the file that does not belong to the checkpoint, or fetch it again")
+        report.warn(f"{path.name}: {doubt}", "fetch the checkpoint again, or another one of the same model")
     served = ext.formats() if ext else None
     layers = [_for_roles(layer, served) for layer in found.layers]
     try:

@@ -145,6 +145,11 @@ PATCHES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
         cpu_formats.remember_symmetry,
         cpu_formats.admit_types("CPUGPTQConfig"),
     ),
+    f"{_QUANTIZATION}.auto_round": (
+        cpu_formats.allow_auto_round,
+        cpu_formats.decode_linear("AutoRoundConfig"),
+        cpu_formats.admit_types("AutoRoundConfig"),
+    ),
     _QUANTIZATION: (cpu_formats.list_for_cpus,),
     "sglang.srt.configs.update_config": (cpu_formats.keep_expert_sizes,),
     "sglang.srt.layers.attention.torch_native_backend": (cpu_models.attend_with_sinks,),

@@ -184,7 +184,8 @@ class Gptq(_Int4):
         version = getattr(config, "checkpoint_format", "") or written.get("checkpoint_format", "")
         if version == "marlin":
             raise FormatError("GPTQ checkpoints in Marlin's own layout are not supported (those in GPTQ's are)")
-        symmetric = bool(getattr(config, "is_sym", written.get("sym", False)))
+        said = (getattr(config, name, None) for name in ("is_sym", "sym"))
+        symmetric = bool(next((value for value in said if value is not None), written.get("sym", False)))
         ordered = bool(getattr(config, "desc_act", False)) and config.group_size != -1
         return cls(group=config.group_size, zero_points=not symmetric, ordered=ordered, more=0 if version == "gptq_v2" else 1)
 
@@ -212,7 +213,7 @@ class Gptq(_Int4):
 
 
 class Awq(_Int4):
-    """Words hold eight rows of one column, in AWQ's order; so do those of the zero points."""
+    """Words hold eight rows of one column, in AWQ's order; so do those of the zero points, which symmetric checkpoints have, too."""
 
     label = "INT4 (AWQ)"
 
@@ -224,8 +225,6 @@ class Awq(_Int4):
             return None
         if config.weight_bits != 4:
             raise FormatError(f"AWQ with {config.weight_bits} bits is not supported (4 bits are)")
-        if not (config.has_zp if mixed else config.zero_point):
-            raise FormatError("AWQ without zero points is not supported")
         return cls(group=config.group_size, zero_points=True)
 
     def names(self) -> dict[str, tuple[str, torch.dtype]]:

@@ -165,22 +165,25 @@ def distinct(shape: Shape, tokens: int) -> int:
 
 @dataclass(frozen=True)
 class Limits:
-    """When a case is left out. ``behind``: from so many tokens on, a peer so many times slower than the fastest peer of
-    its family was with fewer tokens. A call expected to last less than ``often`` is measured eight times or more, one
-    beyond ``once`` once, one beyond ``never`` not at all."""
+    """How often a case is measured, by the seconds that one call is expected to last, and when it is left out.
 
-    behind: tuple[tuple[int, float], ...] = ((32, 6.0), (512, 2.5))
-    often: float = 0.3
+    Up to ``often`` eight times or more, up to ``rarely`` four times, up to ``once`` twice, up to ``never`` once. ``behind``:
+    from so many tokens on, a peer so many times slower than the fastest peer of its family was with fewer tokens is out.
+    """
+
+    often: float = 0.25
+    rarely: float = 1.0
     once: float = 3.0
-    never: float = 15.0
+    never: float = 10.0
+    behind: tuple[tuple[int, float], ...] = ((32, 4.0), (512, 1.5))
 
 
-def repeats(expected: float, limits: Limits) -> int:
-    """Calls of one pass (there are two) when one is expected to last ``expected`` seconds: eight in all where that is
-    quick, four where it is not, one where it is slow."""
+def repeats(expected: float, limits: Limits) -> tuple[int, int]:
+    """Calls in each of the two passes when one is expected to last ``expected`` seconds."""
     if expected > limits.once:
-        return 1
-    return 4 if expected < limits.often else 2
+        return 1, 0
+    few = 4 if expected < limits.often else 2 if expected < limits.rarely else 1
+    return few, few
 
 
 def left_out(variant: Variant, tokens: int, expected: float, fastest: float, limits: Limits) -> str:

@@ -167,17 +167,19 @@ class ParkedClock(Clock):
     EARLY = 0.02, 1.9  # the caller wakes up so much of the guess, and so many ``waking``, before the expected end
     LATE = 0.08, 3.0  # of the call and ``waking``: it had long to go
     DRIFT = 1.01
+    LONG = 0.2
     SLOWED = 1.3  # what waiting awake does to the rest of a call
     SURE = 0.05, 300e-6  # of a call, and seconds: at the beginning, one that ends so soon had ended in the sleep
 
     def __init__(self, park, guess: float | None = None) -> None:
-        self.park, self.guess, self.waking = park, guess or 0.02, 0.0
+        self.park, self.guess = park, guess or 0.02
+        self.waking = 0.002 * self.guess if self.guess > self.LONG else 0.0  # too few calls to learn it, and too long to matter
         self.best = float("inf")  # no call lasts longer than the quickest one; it may drift
         self.missed, self.settled = 0, False
 
     def time(self, call: Callable[[], None]) -> float | None:
         sleep = max(self.guess - max(self.EARLY[0] * self.guess, self.EARLY[1] * self.waking), 0.0)
-        look, nap = max(40e-6, 0.005 * self.guess), max(30e-6, 0.01 * self.guess)
+        look, nap = max(40e-6, 0.02 * self.guess), max(30e-6, 0.01 * self.guess)
         arguments = int(sleep * 1e9), int(look * 1e9), int(nap * 1e9)
         begin, end, now = self.park.begin, self.park.end, time.perf_counter
         start = now()

@@ -243,10 +243,10 @@ class Run:
 
     def _turns(self, now: list[Case], expected: dict[str, float]) -> None:
         read = self._read()
-        for _ in range(2):
+        for turn in range(2):
             for case in now:
-                few = cases.repeats(expected.get(case.variant.name, 0.0), self.plan.limits)
-                if few == 1 and case.times:
+                few = cases.repeats(expected.get(case.variant.name, 0.0), self.plan.limits)[turn]
+                if few == 0 or case.left_out:
                     continue
                 try:
                     case.times += self.process(case.variant.engine).ask(

@@ -32,7 +32,7 @@ class Worker:
         self.engine = engine.make(name, threads, cache)
         self.layers: dict[str, list[engine.Layer]] = {}
         self.shape: Shape | None = None
-        self.per_token: dict[str, float] = {}  # seconds of a call, by variant, with the number of tokens before
+        self.last: dict[str, tuple[int, float]] = {}  # by variant: the tokens and seconds of the case before
 
     def about(self) -> dict:
         return self.engine.about
@@ -65,7 +65,7 @@ class Worker:
             one = formats.random_experts(chosen.format, self.shape, 1, seed, self.engine.quantiser(), whole=False)
             made.append(self.engine.layer(chosen, self.shape, one * self.shape.experts))
         self.layers[variant] = made
-        self.per_token.pop(variant, None)
+        self.last.pop(variant, None)
         return time.perf_counter() - start
 
     def drop(self, variant: str) -> None:
@@ -74,8 +74,7 @@ class Worker:
     def time(self, variant: str, tokens: int, repeats: int, seconds: float) -> list[float]:
         """Seconds of single calls, at least ``repeats`` (4, 2 or 1) of them and as many as fit into ``seconds``."""
         x, routing = _inputs(self.shape, tokens)
-        guess = tokens * self.per_token[variant] if variant in self.per_token else None
-        routes, clock = cases.routes(self.shape, tokens), self.engine.clock(guess)
+        routes, clock = cases.routes(self.shape, tokens), self.engine.clock(self._guess(variant, tokens))
         bound = [layer.bind(x, routing) for layer in self.layers[variant]]
         bound[-1].poison()
         # Layer by layer with the same ids, then the next ids: an expert comes again only after all others.
@@ -95,8 +94,15 @@ class Worker:
         out = bound[-1].out() if len(times) >= len(bound) else None
         if out is not None and (not np.isfinite(out).all() or not out.any(axis=1).all()):
             raise RuntimeError(f"{variant}, {tokens} tokens: the result is not finite or has empty rows")
-        self.per_token[variant] = statistics.median(times) / tokens
+        self.last[variant] = tokens, statistics.median(times)
         return times
+
+    def _guess(self, variant: str, tokens: int) -> float | None:
+        """Seconds of a call after the case before: rather too few than too many, more tokens cost less each."""
+        if variant not in self.last:
+            return None
+        before, seconds = self.last[variant]
+        return seconds if tokens == before else 0.93 * seconds * tokens / before
 
     def machine(self, cache_bytes: int, seconds: float) -> dict:
         return self.engine.machine(cache_bytes, seconds)

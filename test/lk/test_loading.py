@@ -588,8 +588,27 @@ def test_packing_alone_is_the_time_in_which_at_least_one_thread_packs(monkeypatc
     progress.begin()
     with progress.taking.running():  # to 3
         pass
-<<<<<<< HEAD
-    assert progress.summary() == "1.00 of 4.00 GB of experts packed in 6.0 s, 0.17 GB/s (packing alone 4.0 s, 0.25 GB/s)"
+    with progress.packing.running():  # from 4 to 6
+        with progress.packing.running():
+            pass
+    progress.begin()  # changes nothing
+    with progress.packing.running():  # from 6 to 9
+        pass
+    progress.done = 10**9
+    assert progress.summary() == (
+        "1.00 of 4.00 GB of experts packed in 9.0 s, 0.11 GB/s (packing alone 5.0 s, 0.20 GB/s; the system gave their memory in 2.0 s)"
+    )
+
+
+def test_a_layer_takes_its_memory_once_before_the_first_tensor_is_packed():
+    case = CASES["bf16"]
+    layer = layers.random_layer(case, experts=2)
+    store, calls = layers.empty_store(layer, case), []
+    native = store.experts
+    monitor = lambda name: lambda *given: (calls.append(name), getattr(native, name)(*given))[1]
+    store.experts = types.SimpleNamespace(bytes=native.bytes, take=monitor("take"), pack_codes=monitor("pack_codes"))
+    layers.load(store, layers.tensors(layer, case))
+    assert calls == ["take"] + ["pack_codes"] * 6
 
 
 @pytest.mark.parametrize("indexed", [True, False])
@@ -633,26 +652,3 @@ def test_sizes_that_cannot_be_packed_are_said_before_loading(format, sizes, said
     (problem,) = format.problems(formats.Geometry(1, hidden, width, 0, ranks))
     assert said in problem
     assert format.problems(formats.Geometry(1, 128, 96, 0, 1)) == ([] if "48 columns are not" not in said else [problem])
-=======
-    with progress.packing.running():  # from 4 to 6
-        with progress.packing.running():
-            pass
-    progress.begin()  # changes nothing
-    with progress.packing.running():  # from 6 to 9
-        pass
-    progress.done = 10**9
-    assert progress.summary() == (
-        "1.00 of 4.00 GB of experts packed in 9.0 s, 0.11 GB/s (packing alone 5.0 s, 0.20 GB/s; the system gave their memory in 2.0 s)"
-    )
-
-
-def test_a_layer_takes_its_memory_once_before_the_first_tensor_is_packed():
-    case = CASES["bf16"]
-    layer = layers.random_layer(case, experts=2)
-    store, calls = layers.empty_store(layer, case), []
-    native = store.experts
-    monitor = lambda name: lambda *given: (calls.append(name), getattr(native, name)(*given))[1]
-    store.experts = types.SimpleNamespace(bytes=native.bytes, take=monitor("take"), pack_codes=monitor("pack_codes"))
-    layers.load(store, layers.tensors(layer, case))
-    assert calls == ["take"] + ["pack_codes"] * 6
->>>>>>> 3daa34b (Experts' memory is taken by all threads before packing, and workers stay awake between tensors)

@@ -37,6 +37,7 @@ def facts(ext, plan: Plan) -> dict:
         "cpu": ext.cpu()["brand"],
         "cpus": plan.cpus,
         "numa_nodes": plan.nodes,
+        "numa_split": plan.placement.get("place", False),
         "l3_bytes": machine.l3_bytes(plan.cpus),
         "memory_bytes": cpus.memory().total,
         "thp": machine.huge_pages(probe=False).mode,

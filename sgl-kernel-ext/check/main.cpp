@@ -2,9 +2,11 @@
 // depend on. Needs no Python, no checkpoint and no GPU.
 //
 //   lk_selfcheck [--isa NAME]... [--format NAME]... [--expect NAME] [--list] [--no-half]
+//   lk_selfcheck --isa NAME --format NAME --work ROWS PASSES
 //
 // --expect fails unless that instruction set is the one chosen; --list stops after the machine's facts; --no-half
-// leaves out what converts binary16, which some emulators do wrongly while subnormals are flushed. Ends with "N passed, N failed" and 0 only if nothing failed; 2 for an instruction set that cannot run here.
+// leaves out what converts binary16, which some emulators do wrongly while subnormals are flushed; --work
+// checks nothing and multiplies one expert's weights PASSES times with ROWS rows, for a counter of instructions. Ends with "N passed, N failed" and 0 only if nothing failed; 2 for an instruction set that cannot run here.
 #include <algorithm>
 #include <cstdio>
 #include <exception>
@@ -240,6 +242,7 @@ struct Options {
   std::vector<std::string> isas, formats;  // empty: all
   std::string expect;
   bool list = false, half = true;
+  int rows = 0, passes = 0;  // of --work
 };
 
 Options parse(int count, char** words) {
@@ -249,10 +252,13 @@ Options parse(int count, char** words) {
     const bool value = i + 1 < count;
     if (word == "--list") options.list = true;
     else if (word == "--no-half") options.half = false;
-    else if (word == "--isa" && value) options.isas.push_back(words[++i]);
+    else if (word == "--work" && i + 2 < count) {
+      options.rows = std::stoi(words[++i]);
+      options.passes = std::stoi(words[++i]);
+    } else if (word == "--isa" && value) options.isas.push_back(words[++i]);
     else if (word == "--format" && value) options.formats.push_back(words[++i]);
     else if (word == "--expect" && value) options.expect = words[++i];
-    else throw std::invalid_argument("unknown argument " + word + "; known are --isa NAME, --format NAME, --expect NAME, --list, --no-half");
+    else throw std::invalid_argument("unknown argument " + word + "; known are --isa NAME, --format NAME, --expect NAME, --list, --no-half, --work ROWS PASSES");
   }
   return options;
 }
@@ -295,6 +301,23 @@ std::vector<Report> check(const Form& form, const Options& options) {
   return reports;
 }
 
+// One thread: what a pass costs is the difference of two runs.
+int work(const Options& options) {
+  if (options.isas.size() != 1 || options.formats.size() != 1) throw std::invalid_argument("--work needs one --isa and one --format");
+  for (const Form& form : kForms) {
+    if (!asked(options.formats, form.name)) continue;
+    Random random(1);
+    Layer layer = Layer::random(form, 1, 512, 256, kActivations[0], false, random);
+    Tokens tokens = random_tokens({1, 512, 256, 1, options.rows}, lk::Type::bf16, random);
+    std::fill(tokens.ids.begin(), tokens.ids.end(), 0);
+    lk::Experts experts = pack(layer, engine(options.isas[0], 1));
+    for (int pass = 0; pass < options.passes; ++pass) run(experts, tokens, 0, options.rows);
+    std::printf("%s %s: %zu bytes of weights a pass\n", form.name, options.isas[0].c_str(), experts.bytes());
+    return 0;
+  }
+  return 1;
+}
+
 int check_all(const Options& options) {
   Report threads("threads");
   check_pool([&](bool good, const std::string& what) { threads.expect(good, what); });
@@ -321,6 +344,7 @@ int main(int count, char** words) {
     check::refuse_unknown(options);
     check::print_machine();
     const bool expected = check::as_expected(options.expect);
+    if (options.passes > 0) return check::work(options);
     const int failed = options.list ? 0 : check::check_all(options);
     return expected ? failed : 1;
   } catch (const std::exception& error) {

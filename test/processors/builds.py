@@ -60,13 +60,14 @@ class Build:
         self.made = True
         return program
 
-    def run(self, *args: str, cpu: str = "") -> subprocess.CompletedProcess:
-        """The program, emulated where ``cpu`` names a model or the machine is another one."""
+    def run(self, *args: str, cpu: str = "", plugin: Path | None = None) -> subprocess.CompletedProcess:
+        """The program, emulated where ``cpu`` names a model or the machine is another one; ``plugin`` is qemu's."""
         call = [str(self.make()), *args]
         if cpu or self.machine != HERE:
             need(self.emulator, "qemu-user")
             libraries = ["-L", f"/usr/{self.machine}-linux-gnu"] if self.machine != HERE else []
-            call = [self.emulator, *libraries, *(["-cpu", cpu] if cpu else []), *call]
+            watched = ["-plugin", str(plugin)] if plugin else []
+            call = [self.emulator, *libraries, *watched, *(["-cpu", cpu] if cpu else []), *call]
         return subprocess.run(call, capture_output=True, text=True, timeout=900, env=os.environ | self.environ)
 
     def core_objects(self) -> list[Path]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import count_instructions
 import pytest
 from builds import HERE, PLAIN, SANITIZED, Build
 
@@ -69,6 +70,13 @@ def test_an_instruction_set_that_the_model_lacks_is_an_error_when_forced(machine
     done = PLAIN[machine].run("--isa", isa, cpu=cpu)
     assert done.returncode == 2
     assert f"instruction set {isa} is not supported by this processor (it lacks {lacks}" in done.stderr
+
+
+def test_instructions_are_counted_and_decoding_is_shared_by_rows(tmp_path):
+    """Limits with room to spare: a kernel that spills its registers or decodes for every row is far beyond them."""
+    library = count_instructions.plugin(tmp_path)
+    one, many = (count_instructions.per_byte(PLAIN["aarch64"], library, "neon_bf16", "mxfp4", rows) / rows for rows in (1, 64))
+    assert 0.5 < one < 3 and many < one / 2
 
 
 def test_an_unknown_argument_and_a_missed_expectation_are_failures():

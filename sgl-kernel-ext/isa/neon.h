@@ -2,160 +2,162 @@
 struct Neon {
   static constexpr int kRows = 4, kSums = 4;
 
-  struct F32 { float32x4_t v[4]; };   // columns 0-3, 4-7, 8-11, 12-15
-  struct Pairs { uint32x4_t v[4]; };
+  // Named registers, not an array: the compiler keeps arrays of vectors in memory here.
+  struct F32 { float32x4_t a, b, c, d; };   // columns 0-3, 4-7, 8-11, 12-15
+  struct Pairs { uint32x4_t a, b, c, d; };
   struct Pair { float32x4_t high, low; };
   struct Table { uint8x16_t low_byte, high_byte; };
   using ByteTable = Table;  // bf16 of the E4M3 codes 0-15: the subnormal ones and the next eight
 
-  // Four registers at a time; the loop is gone at any optimisation level that is shipped.
-  template <class R, class Op> static R each(Op op) {
-    R r;
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) r.v[i] = op(i);
-    return r;
+  // op on the first registers of all arguments, on the second ones, ...
+  template <class R, class Op, class... X> static R each(Op op, const X&... x) {
+    return {op(x.a...), op(x.b...), op(x.c...), op(x.d...)};
   }
+  using V = float32x4_t;
+  using W = uint32x4_t;
 
   static F32 zero() { return set1(0.0f); }
-  static F32 set1(float x) { return each<F32>([=](int) { return vdupq_n_f32(x); }); }
-  static F32 load(const float* p) { return each<F32>([=](int i) { return vld1q_f32(p + 4 * i); }); }
-  static void store(float* p, const F32& a) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) vst1q_f32(p + 4 * i, a.v[i]);
+  static F32 set1(float x) { return {vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x), vdupq_n_f32(x)}; }
+  static F32 load(const float* p) { return {vld1q_f32(p), vld1q_f32(p + 4), vld1q_f32(p + 8), vld1q_f32(p + 12)}; }
+  static void store(float* p, const F32& x) {
+    vst1q_f32(p, x.a);
+    vst1q_f32(p + 4, x.b);
+    vst1q_f32(p + 8, x.c);
+    vst1q_f32(p + 12, x.d);
   }
-  static F32 add(const F32& a, const F32& b) { return each<F32>([&](int i) { return vaddq_f32(a.v[i], b.v[i]); }); }
-  static F32 mul(const F32& a, const F32& b) { return each<F32>([&](int i) { return vmulq_f32(a.v[i], b.v[i]); }); }
-  static F32 div(const F32& a, const F32& b) { return each<F32>([&](int i) { return vdivq_f32(a.v[i], b.v[i]); }); }
+  static F32 add(const F32& x, const F32& y) { return each<F32>([](V p, V q) { return vaddq_f32(p, q); }, x, y); }
+  static F32 mul(const F32& x, const F32& y) { return each<F32>([](V p, V q) { return vmulq_f32(p, q); }, x, y); }
+  static F32 div(const F32& x, const F32& y) { return each<F32>([](V p, V q) { return vdivq_f32(p, q); }, x, y); }
   // A comparison and a choice: the min and max instructions return a NaN from either side, x86's the second operand.
-  static F32 min(const F32& a, const F32& b) {
-    return each<F32>([&](int i) { return vbslq_f32(vcltq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
+  static F32 min(const F32& x, const F32& y) { return each<F32>([](V p, V q) { return vbslq_f32(vcltq_f32(p, q), p, q); }, x, y); }
+  static F32 max(const F32& x, const F32& y) { return each<F32>([](V p, V q) { return vbslq_f32(vcgtq_f32(p, q), p, q); }, x, y); }
+  static F32 fma(const F32& x, const F32& y, const F32& z) {
+    return each<F32>([](V p, V q, V r) { return vfmaq_f32(r, p, q); }, x, y, z);
   }
-  static F32 max(const F32& a, const F32& b) {
-    return each<F32>([&](int i) { return vbslq_f32(vcgtq_f32(a.v[i], b.v[i]), a.v[i], b.v[i]); });
-  }
-  static F32 fma(const F32& a, const F32& b, const F32& c) {
-    return each<F32>([&](int i) { return vfmaq_f32(c.v[i], a.v[i], b.v[i]); });
-  }
-  static F32 round(const F32& a) { return each<F32>([&](int i) { return vrndnq_f32(a.v[i]); }); }
-  static F32 pow2(const F32& a) {
-    return each<F32>([&](int i) {
-      return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(a.v[i]), vdupq_n_s32(127)), 23));
-    });
+  static F32 round(const F32& x) { return each<F32>([](V p) { return vrndnq_f32(p); }, x); }
+  static F32 pow2(const F32& x) {
+    return each<F32>([](V p) { return vreinterpretq_f32_s32(vshlq_n_s32(vaddq_s32(vcvtnq_s32_f32(p), vdupq_n_s32(127)), 23)); }, x);
   }
 
-  static Pairs load_pairs(const void* p) {
-    const uint8_t* bytes = static_cast<const uint8_t*>(p);
-    return each<Pairs>([=](int i) { return vreinterpretq_u32_u8(vld1q_u8(bytes + 16 * i)); });
-  }
-  static float32x4_t high(uint32x4_t w) { return vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xffff0000u))); }
-  static float32x4_t low(uint32x4_t w) { return vreinterpretq_f32_u32(vshlq_n_u32(w, 16)); }
-  static uint32x4_t two(const uint16_t* a) {
+  static W words_at(const void* p, ptrdiff_t bytes) { return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + bytes)); }
+  static Pairs load_pairs(const void* p) { return {words_at(p, 0), words_at(p, 16), words_at(p, 32), words_at(p, 48)}; }
+  static V high(W w) { return vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xffff0000u))); }
+  static V low(W w) { return vreinterpretq_f32_u32(vshlq_n_u32(w, 16)); }
+  static W two(const uint16_t* p) {
     uint32_t bits;
-    __builtin_memcpy(&bits, a, 4);
+    __builtin_memcpy(&bits, p, 4);
     return vdupq_n_u32(bits);
   }
-  static Pair broadcast(const uint16_t* a) { return {high(two(a)), low(two(a))}; }
-  static F32 dot2(const F32& acc, const Pair& a, const Pairs& w) {
+  static Pair broadcast(const uint16_t* p) { return {high(two(p)), low(two(p))}; }
+  static F32 dot2(const F32& acc, const Pair& x, const Pairs& w) {
     // High half first: the order of all lane instruction sets.
-    return each<F32>([&](int i) { return vfmaq_f32(vfmaq_f32(acc.v[i], a.high, high(w.v[i])), a.low, low(w.v[i])); });
+    return each<F32>([&](V sum, W pair) { return vfmaq_f32(vfmaq_f32(sum, x.high, high(pair)), x.low, low(pair)); }, acc, w);
   }
 
   static Table table(const uint16_t* codes) {
     const uint8x16x2_t bytes = vld2q_u8(reinterpret_cast<const uint8_t*>(codes));
     return {bytes.val[0], bytes.val[1]};
   }
+  // The bf16 values of the even bytes' codes, and of the odd bytes'.
+  static W even(uint8x16_t lows, uint8x16_t highs) { return vreinterpretq_u32_u8(vtrn1q_u8(lows, highs)); }
+  static W odd(uint8x16_t lows, uint8x16_t highs) { return vreinterpretq_u32_u8(vtrn2q_u8(lows, highs)); }
   // Codes j and j + 2 of every word lie in its low and high byte: one look-up finds a byte of both, and a
   // transposition puts the two bytes of each value together.
+  static void nibbles(W words, const Table& t, W& out0, W& out1, W& out2, W& out3) {
+    const uint8x16_t bytes = vreinterpretq_u8_u32(words), first = vandq_u8(bytes, vdupq_n_u8(15)), second = vshrq_n_u8(bytes, 4);
+    const uint8x16_t low0 = vqtbl1q_u8(t.low_byte, first), high0 = vqtbl1q_u8(t.high_byte, first);
+    const uint8x16_t low1 = vqtbl1q_u8(t.low_byte, second), high1 = vqtbl1q_u8(t.high_byte, second);
+    out0 = even(low0, high0);
+    out1 = even(low1, high1);
+    out2 = odd(low0, high0);
+    out3 = odd(low1, high1);
+  }
   static void nibbles(const uint8_t* block, const Table& t, Pairs* out) {
     const Pairs words = load_pairs(block);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const uint8x16_t bytes = vreinterpretq_u8_u32(words.v[i]);
-#pragma GCC unroll 2
-      for (int j = 0; j < 2; ++j) {
-        const uint8x16_t index = j ? vshrq_n_u8(bytes, 4) : vandq_u8(bytes, vdupq_n_u8(15));
-        const uint8x16_t lows = vqtbl1q_u8(t.low_byte, index), highs = vqtbl1q_u8(t.high_byte, index);
-        out[j].v[i] = vreinterpretq_u32_u8(vtrn1q_u8(lows, highs));
-        out[j + 2].v[i] = vreinterpretq_u32_u8(vtrn2q_u8(lows, highs));
-      }
-    }
+    nibbles(words.a, t, out[0].a, out[1].a, out[2].a, out[3].a);
+    nibbles(words.b, t, out[0].b, out[1].b, out[2].b, out[3].b);
+    nibbles(words.c, t, out[0].c, out[1].c, out[2].c, out[3].c);
+    nibbles(words.d, t, out[0].d, out[1].d, out[2].d, out[3].d);
   }
   static ByteTable e4m3_table() {
-    static const uint8_t low[16] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
-    static const uint8_t high[16] = {0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c};
-    return {vld1q_u8(low), vld1q_u8(high)};
+    static const uint8_t lows[16] = {0, 0, 0x80, 0xc0, 0, 0x20, 0x40, 0x60, 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0};
+    static const uint8_t highs[16] = {0, 0x3b, 0x3b, 0x3b, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c, 0x3c};
+    return {vld1q_u8(lows), vld1q_u8(highs)};
   }
   // Above the subnormals a code is the middle of its bf16: (code << 4) + 0x3c00, made byte by byte. TBX replaces
   // what has an index below 16 by the table's and leaves the rest.
+  static void e4m3_codes(W words, const ByteTable& t, W& out0, W& out1) {
+    const uint8x16_t codes = vreinterpretq_u8_u32(words), sign = vdupq_n_u8(0x80), abs = vbicq_u8(codes, sign);
+    const uint8x16_t lows = vqtbx1q_u8(vshlq_n_u8(codes, 4), t.low_byte, abs);
+    const uint8x16_t highs = vqtbx1q_u8(vaddq_u8(vshrq_n_u8(abs, 4), vdupq_n_u8(0x3c)), t.high_byte, abs);
+    const uint8x16_t signed_highs = vbslq_u8(sign, codes, highs);
+    out0 = even(lows, signed_highs);
+    out1 = odd(lows, signed_highs);
+  }
   static void e4m3_codes(const uint8_t* block, const ByteTable& t, Pairs* out) {
     const Pairs words = load_pairs(block);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const uint8x16_t codes = vreinterpretq_u8_u32(words.v[i]), sign = vdupq_n_u8(0x80), abs = vbicq_u8(codes, sign);
-      const uint8x16_t low = vqtbx1q_u8(vshlq_n_u8(codes, 4), t.low_byte, abs);
-      const uint8x16_t high = vqtbx1q_u8(vaddq_u8(vshrq_n_u8(abs, 4), vdupq_n_u8(0x3c)), t.high_byte, abs);
-      const uint8x16_t signed_high = vbslq_u8(sign, codes, high);
-      out[0].v[i] = vreinterpretq_u32_u8(vtrn1q_u8(low, signed_high));
-      out[1].v[i] = vreinterpretq_u32_u8(vtrn2q_u8(low, signed_high));
-    }
+    e4m3_codes(words.a, t, out[0].a, out[1].a);
+    e4m3_codes(words.b, t, out[0].b, out[1].b);
+    e4m3_codes(words.c, t, out[0].c, out[1].c);
+    e4m3_codes(words.d, t, out[0].d, out[1].d);
   }
-  static uint32x4_t upper_halves(float32x4_t a, float32x4_t b) {
-    return vreinterpretq_u32_u16(vuzp2q_u16(vreinterpretq_u16_f32(a), vreinterpretq_u16_f32(b)));
+  static W upper_halves(V x, V y) { return vreinterpretq_u32_u16(vuzp2q_u16(vreinterpretq_u16_f32(x), vreinterpretq_u16_f32(y))); }
+  static V rest(V x) { return vsubq_f32(x, high(vreinterpretq_u32_f32(x))); }
+  static void half_pairs(W words, W& out0, W& out1) {
+    const float16x8_t h = vreinterpretq_f16_u32(words);
+    const V x = vcvt_f32_f16(vget_low_f16(h)), y = vcvt_high_f32_f16(h);
+    out0 = upper_halves(x, y);
+    out1 = upper_halves(rest(x), rest(y));
   }
   static void half_pairs(const uint8_t* block, Pairs* out) {
     const Pairs words = load_pairs(block);
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) {
-      const float16x8_t h = vreinterpretq_f16_u32(words.v[i]);
-      const float32x4_t a = vcvt_f32_f16(vget_low_f16(h)), b = vcvt_high_f32_f16(h);
-      out[0].v[i] = upper_halves(a, b);
-      out[1].v[i] = upper_halves(vsubq_f32(a, high(vreinterpretq_u32_f32(a))), vsubq_f32(b, high(vreinterpretq_u32_f32(b))));
-    }
+    half_pairs(words.a, out[0].a, out[1].a);
+    half_pairs(words.b, out[0].b, out[1].b);
+    half_pairs(words.c, out[0].c, out[1].c);
+    half_pairs(words.d, out[0].d, out[1].d);
   }
-  struct Words { uint32x4_t v[4]; };
-  static Words widen_words(uint16x8_t a, uint16x8_t b) {
-    return {{vmovl_u16(vget_low_u16(a)), vmovl_high_u16(a), vmovl_u16(vget_low_u16(b)), vmovl_high_u16(b)}};
+  static Pairs widen_words(uint16x8_t x, uint16x8_t y) {
+    return {vmovl_u16(vget_low_u16(x)), vmovl_high_u16(x), vmovl_u16(vget_low_u16(y)), vmovl_high_u16(y)};
   }
   static F32 e8m0(const uint8_t* p) {
     const uint8x16_t e = vld1q_u8(p);
-    const Words w = widen_words(vmovl_u8(vget_low_u8(e)), vmovl_high_u8(e));
-    return each<F32>([&](int i) { return vreinterpretq_f32_u32(vshlq_n_u32(w.v[i], 23)); });
+    return each<F32>([](W w) { return vreinterpretq_f32_u32(vshlq_n_u32(w, 23)); }, widen_words(vmovl_u8(vget_low_u8(e)), vmovl_high_u8(e)));
   }
+  static F32 half(uint16x8_t x, uint16x8_t y) {
+    const float16x8_t h = vreinterpretq_f16_u16(x), k = vreinterpretq_f16_u16(y);
+    return {vcvt_f32_f16(vget_low_f16(h)), vcvt_high_f32_f16(h), vcvt_f32_f16(vget_low_f16(k)), vcvt_high_f32_f16(k)};
+  }
+  static F32 half(const uint16_t* p) { return half(vld1q_u16(p), vld1q_u16(p + 8)); }
   // An e4m3 pattern shifted left by 7 is a binary16 of 2^-8 its value, subnormals included.
   static F32 e4m3(const uint8_t* p) {
     const uint8x16_t e = vld1q_u8(p);
     return mul(half(vshll_n_u8(vget_low_u8(e), 7), vshll_high_n_u8(e, 7)), set1(256.0f));
   }
-  static F32 half(uint16x8_t x, uint16x8_t y) {
-    const float16x8_t a = vreinterpretq_f16_u16(x), b = vreinterpretq_f16_u16(y);
-    return {{vcvt_f32_f16(vget_low_f16(a)), vcvt_high_f32_f16(a), vcvt_f32_f16(vget_low_f16(b)), vcvt_high_f32_f16(b)}};
-  }
-  static F32 half(const uint16_t* p) { return half(vld1q_u16(p), vld1q_u16(p + 8)); }
   static F32 signed_bytes(const uint8_t* p) {
     const int8x16_t bytes = vreinterpretq_s8_u8(vld1q_u8(p));
-    const int16x8_t a = vmovl_s8(vget_low_s8(bytes)), b = vmovl_high_s8(bytes);
-    return {{vcvtq_f32_s32(vmovl_s16(vget_low_s16(a))), vcvtq_f32_s32(vmovl_high_s16(a)),
-             vcvtq_f32_s32(vmovl_s16(vget_low_s16(b))), vcvtq_f32_s32(vmovl_high_s16(b))}};
-  }
-  static void store_half(uint16_t* p, const F32& a) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, vreinterpret_u16_f16(vcvt_f16_f32(a.v[i])));
+    const int16x8_t x = vmovl_s8(vget_low_s8(bytes)), y = vmovl_high_s8(bytes);
+    return {vcvtq_f32_s32(vmovl_s16(vget_low_s16(x))), vcvtq_f32_s32(vmovl_high_s16(x)),
+            vcvtq_f32_s32(vmovl_s16(vget_low_s16(y))), vcvtq_f32_s32(vmovl_high_s16(y))};
   }
   static F32 widen(const uint16_t* p) {
-    const Words w = widen_words(vld1q_u16(p), vld1q_u16(p + 8));
-    return each<F32>([&](int i) { return vreinterpretq_f32_u32(vshlq_n_u32(w.v[i], 16)); });
+    return each<F32>([](W w) { return vreinterpretq_f32_u32(vshlq_n_u32(w, 16)); }, widen_words(vld1q_u16(p), vld1q_u16(p + 8)));
   }
-  static uint16x4_t bf16_bits(float32x4_t a) {
-    const uint32x4_t u = vreinterpretq_u32_f32(a), abs = vandq_u32(u, vdupq_n_u32(0x7fffffffu)), top = vshrq_n_u32(u, 16);
-    const uint32x4_t odd = vandq_u32(top, vdupq_n_u32(1));
-    uint32x4_t r = vshrq_n_u32(vaddq_u32(u, vaddq_u32(odd, vdupq_n_u32(0x7fff))), 16);
+  static uint16x4_t half_bits(V x) { return vreinterpret_u16_f16(vcvt_f16_f32(x)); }
+  static void store_half(uint16_t* p, const F32& x) {
+    vst1q_u16(p, vcombine_u16(half_bits(x.a), half_bits(x.b)));
+    vst1q_u16(p + 8, vcombine_u16(half_bits(x.c), half_bits(x.d)));
+  }
+  static uint16x4_t bf16_bits(V x) {
+    const W u = vreinterpretq_u32_f32(x), abs = vandq_u32(u, vdupq_n_u32(0x7fffffffu)), top = vshrq_n_u32(u, 16);
+    const W uneven = vandq_u32(top, vdupq_n_u32(1));
+    W r = vshrq_n_u32(vaddq_u32(u, vaddq_u32(uneven, vdupq_n_u32(0x7fff))), 16);
     r = vbslq_u32(vcgtq_u32(abs, vdupq_n_u32(0x7f800000u)), vorrq_u32(top, vdupq_n_u32(0x40)), r);
     r = vbslq_u32(vcltq_u32(abs, vdupq_n_u32(0x00800000u)), vandq_u32(top, vdupq_n_u32(0x8000)), r);
     return vmovn_u32(r);
   }
-  static void store_bf16(uint16_t* p, const F32& a) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) vst1_u16(p + 4 * i, bf16_bits(a.v[i]));
+  static void store_bf16(uint16_t* p, const F32& x) {
+    vst1q_u16(p, vcombine_u16(bf16_bits(x.a), bf16_bits(x.b)));
+    vst1q_u16(p + 8, vcombine_u16(bf16_bits(x.c), bf16_bits(x.d)));
   }
   static void prefetch(const void* p) { __builtin_prefetch(p); }
 };

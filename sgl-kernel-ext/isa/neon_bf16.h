@@ -1,54 +1,48 @@
 // Armv8.6 BF16 (Neoverse V1, N2, V2, Cortex-X925): NEON with BFDOT for few rows and BFMMLA for many. Not a lane
-// instruction set: BFDOT adds the two products of a pair first and rounds three times to odd, where the lane order
+// instruction set: BFDOT adds the two products of a pair first and rounds both additions to odd, where the lane order
 // is two fused multiply-adds (docs/explanation/numerics.md). BFMMLA does the same to two pairs, one after the other.
 #include "neon.h"
 
 struct NeonBf16 : Neon {
   static constexpr bool kOwnOrder = true;
 
-  using Pair = uint32x4_t;
+  using Pair = W;
 
   // GCC 12 turns constant bf16 vectors into binary16 immediates of another value: no constant may reach BFDOT.
-  static uint32x4_t opaque(uint32x4_t v) {
+  static W opaque(W v) {
     __asm__("" : "+w"(v));
     return v;
   }
-  static Pairs load_pairs(const void* p) {
-    const Pairs w = Neon::load_pairs(p);
-    return each<Pairs>([&](int i) { return opaque(w.v[i]); });
-  }
-  static Pair broadcast(const uint16_t* a) { return opaque(two(a)); }
-  static F32 dot2(const F32& acc, Pair a, const Pairs& w) {
-    return each<F32>([&](int i) {
-      return vbfdotq_f32(acc.v[i], vreinterpretq_bf16_u32(w.v[i]), vreinterpretq_bf16_u32(a));
-    });
+  static Pairs load_pairs(const void* p) { return each<Pairs>([](W w) { return opaque(w); }, Neon::load_pairs(p)); }
+  static Pair broadcast(const uint16_t* p) { return opaque(two(p)); }
+  static F32 dot2(const F32& acc, Pair x, const Pairs& w) {
+    return each<F32>([&](V sum, W pair) { return vbfdotq_f32(sum, vreinterpretq_bf16_u32(pair), vreinterpretq_bf16_u32(x)); }, acc, w);
   }
 
   static void store_pairs(void* p, const Pairs& w) {
-#pragma GCC unroll 4
-    for (int i = 0; i < 4; ++i) vst1q_u8(static_cast<uint8_t*>(p) + 16 * i, vreinterpretq_u8_u32(w.v[i]));
+    uint32_t* to = static_cast<uint32_t*>(p);
+    vst1q_u32(to, w.a);
+    vst1q_u32(to + 4, w.b);
+    vst1q_u32(to + 8, w.c);
+    vst1q_u32(to + 12, w.d);
   }
   static void copy_line(void* to, const void* from) { store_pairs(to, Neon::load_pairs(from)); }
   // Every half of a pair times its column's scale; exact, so nothing is rounded.
   static Pairs scaled(const Pairs& w, const F32& scale) {
-    return each<Pairs>([&](int i) {
-      const uint32x4_t top = vreinterpretq_u32_f32(vmulq_f32(high(w.v[i]), scale.v[i]));
-      return vsriq_n_u32(top, vreinterpretq_u32_f32(vmulq_f32(low(w.v[i]), scale.v[i])), 16);
-    });
+    return each<Pairs>([](W pair, V s) {
+      return vsriq_n_u32(vreinterpretq_u32_f32(vmulq_f32(high(pair), s)), vreinterpretq_u32_f32(vmulq_f32(low(pair), s)), 16);
+    }, w, scale);
   }
 
   // Tiles in memory, in the order of BFMMLA, which multiplies 2 rows x 4 k by 4 k x 2 columns: vector [i][q] of
   // activations is row pair i at k = 4q, vector [q][j] of weights is column pair j, vector [i][j] of sums is 2 x 2.
-  struct Tile { uint32x4_t v[8][8]; };
+  struct Tile { W v[8][8]; };
   inline static thread_local Tile tiles[8];  // 0-3 sums, 4 and 5 activations, 6 and 7 weights
 
-  static uint32x4_t vector_at(const void* p, ptrdiff_t bytes) {
-    return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + bytes));
-  }
-  static uint32x4_t first_halves(uint32x4_t a, uint32x4_t b) {
+  static W first_halves(W a, W b) {
     return vreinterpretq_u32_u64(vzip1q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b)));
   }
-  static uint32x4_t second_halves(uint32x4_t a, uint32x4_t b) {
+  static W second_halves(W a, W b) {
     return vreinterpretq_u32_u64(vzip2q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b)));
   }
   static void tile_begin() {}
@@ -59,7 +53,7 @@ struct NeonBf16 : Neon {
     for (int i = 0; i < 8; ++i)
 #pragma GCC unroll 4
       for (int m = 0; m < 4; ++m) {
-        const uint32x4_t a = vector_at(p, 2 * i * stride + 16 * m), b = vector_at(p, (2 * i + 1) * stride + 16 * m);
+        const W a = words_at(p, 2 * i * stride + 16 * m), b = words_at(p, (2 * i + 1) * stride + 16 * m);
         tile.v[i][2 * m] = T >= 6 ? vzip1q_u32(a, b) : first_halves(a, b);
         tile.v[i][2 * m + 1] = T >= 6 ? vzip2q_u32(a, b) : second_halves(a, b);
       }

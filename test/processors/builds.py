@@ -40,7 +40,7 @@ class Build:
         return f"qemu-{self.machine}"
 
     def tool(self, name: str) -> str:
-        """A binutils program that reads this build's objects."""
+        """A program of the compiler's or binutils, for this build's machine."""
         return name if self.machine == HERE else f"{self.machine}-linux-gnu-{name}"
 
     def make(self) -> Path:
@@ -61,8 +61,12 @@ class Build:
         return program
 
     def run(self, *args: str, cpu: str = "", plugin: Path | None = None) -> subprocess.CompletedProcess:
-        """The program, emulated where ``cpu`` names a model or the machine is another one; ``plugin`` is qemu's."""
-        call = [str(self.make()), *args]
+        """The self-check; see ``execute``."""
+        return self.execute(self.make(), *args, cpu=cpu, plugin=plugin)
+
+    def execute(self, program: Path, *args: str, cpu: str = "", plugin: Path | None = None) -> subprocess.CompletedProcess:
+        """A program, emulated where ``cpu`` names a model or the machine is another one; ``plugin`` is qemu's."""
+        call = [str(program), *args]
         if cpu or self.machine != HERE:
             need(self.emulator, "qemu-user")
             libraries = ["-L", f"/usr/{self.machine}-linux-gnu"] if self.machine != HERE else []

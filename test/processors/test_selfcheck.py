@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import re
+import subprocess
+from pathlib import Path
 
 import count_instructions
 import pytest
-from builds import HERE, PLAIN, SANITIZED, Build
+from builds import HERE, PLAIN, SANITIZED, Build, need
 
 pytestmark = pytest.mark.processors
 X86 = pytest.mark.skipif(HERE != "x86_64", reason="needs an x86-64 machine")
@@ -70,6 +72,14 @@ def test_an_instruction_set_that_the_model_lacks_is_an_error_when_forced(machine
     done = PLAIN[machine].run("--isa", isa, cpu=cpu)
     assert done.returncode == 2
     assert f"instruction set {isa} is not supported by this processor (it lacks {lacks}" in done.stderr
+
+
+def test_bfdot_and_bfmmla_compute_what_the_page_says(tmp_path):
+    build, source, program = PLAIN["aarch64"], Path(__file__).with_name("bfdot.cpp"), tmp_path / "bfdot"
+    need(build.tool("g++"), "g++-aarch64-linux-gnu")
+    flags = ["-O2", "-std=c++20", "-march=armv8.2-a+bf16", "-ffp-contract=off"]
+    subprocess.run([build.tool("g++"), *flags, str(source), "-o", str(program)], check=True)
+    assert build.execute(program, cpu="max").stdout == "800000 compared, 0 different\n"
 
 
 def test_instructions_are_counted_and_decoding_is_shared_by_rows(tmp_path):

@@ -21,6 +21,7 @@ from pages import PAGES, ROOT, SCRIPTS, Block, blocks, commands, flags
 
 FOREIGN = set("apt-get break cd curl echo grep jq kill mkdir pip python python3 rm sed sleep tee wait".split())
 FOREIGN_FLAGS = {
+    "docker": {"--cap-add"},
     "pip": {"--no-build-isolation", "--no-deps", "--no-index", "--find-links", "--progress-bar"},
 }
 SHELL_WORDS = {"until", "do", "done", "while", "if", "then", "fi", "for", "(", ")", "{", "}"}
@@ -109,7 +110,7 @@ def upstream_flags() -> set[str]:
 @cache
 def our_flags() -> set[str]:
     """Options of our programs: every option string in the modules that parse a command line."""
-    sources = [ROOT / "docs/generate.py", *ROOT.glob("python/**/*.py"), *ROOT.glob("launch/*.py"), *ROOT.glob("test/serving/*.py")]
+    sources = [ROOT / "docs/generate.py", *ROOT.glob("python/**/*.py"), *ROOT.glob("launch/*.py"), *ROOT.glob("test/serving/*.py"), *ROOT.glob("test/bench/**/*.py")]
     texts = [text for source in sources if "add_argument" in (text := source.read_text())]
     return {flag for text in texts for flag in re.findall(r"\(\s*\"(--[a-z-]+)\"", text)}
 

@@ -37,6 +37,7 @@ STEADY = dict(temperature=0, ignore_eos=True)
 
 # What an error says, and what that means. Symbols are upstream's; a later release may lose the limit.
 REASONS = (
+    (r"convert_weight_packed_scale_zp", "repacks for AMX, by an operator that the published wheel lacks (`convert_weight_packed_scale_zp`)"),
     (r"unexpected keyword argument 'sinks'", "`TorchNativeAttnBackend`, the attention without AMX, has no sinks"),
     (r"_load_w2", "the `triton_kernel` runner is chosen on a CPU, too, and its transposed experts do not load (`FusedMoE._load_w2`)"),
     (r"_launch_fused_gate_sigmoid_mul", "`qwen2_moe` gates its shared expert with a Triton kernel (`fused_gate_sigmoid_mul_add`)"),
@@ -53,6 +54,13 @@ REASONS = (
     (r"inplace_fused_experts", "calls the Triton `fused_moe` itself, without a `FusedMoE` layer"),
     (r"models/qwen3_next.py", "its recurrent layers are built on `torch.cuda` (`FusedRMSNormGated`)"),
     (r"marlin_make_workspace", "repacks the experts for a GPU after loading (`marlin_make_workspace`)"),
+    (r"Fp8LinearMethod on CPU requires", "its FP8 layers want AMX (`Fp8LinearMethod`)"),
+    (r"sgl_per_tensor_quant_fp8", "quantizes FP8 layers anew after loading, with a GPU kernel (`scaled_fp8_quant`)"),
+    (r"_check_scheme_supported", "asks for a GPU's compute capability (`_check_scheme_supported`)"),
+    (r"weight_block_size\[0\] == weight_block_size\[1\]", "knows square blocks only (`get_moe_padding_size`)"),
+    (r"not supported for quantization method awq", "admits float16 only (`AWQConfig.get_supported_act_dtypes`)"),
+    (r"gptq_v2 is not supported", "does not know version 2 on a CPU (`_check_cpu_amx_support`)"),
+    (r"AutoRound CPU inference path", "its AutoRound wants AMX (`check_cpu_support`)"),
 )
 
 

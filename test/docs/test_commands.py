@@ -19,8 +19,9 @@ from pathlib import Path
 import pytest
 from pages import PAGES, ROOT, SCRIPTS, Block, blocks, commands, flags
 
-FOREIGN = set("apt-get break cd curl echo grep jq kill mkdir pip python python3 rm sed sleep tee wait".split())
+FOREIGN = set("apt-get break cd cmake curl echo grep jq kill mkdir pip python python3 rm sed sleep tee wait".split())
 FOREIGN_FLAGS = {
+    "cmake": {"--build", "--parallel"},
     "docker": {"--cap-add"},
     "pip": {"--no-build-isolation", "--no-deps", "--no-index", "--find-links", "--progress-bar"},
 }
@@ -66,7 +67,7 @@ def test_a_block_is_shell(block):
 def test_every_program_is_ours_or_a_known_one(block):
     for words in calls(block):
         name = program(words)
-        ours = name in ("sglang", "sglang-lk") or (name.startswith(("./", "launch/", "docs/", ".ci/")) and (ROOT / name).is_file())
+        ours = name in ("sglang", "sglang-lk", "lk_selfcheck", "build/selfcheck/lk_selfcheck") or (name.startswith(("./", "launch/", "docs/", ".ci/")) and (ROOT / name).is_file())
         assert ours or name in FOREIGN, words
 
 
@@ -112,7 +113,8 @@ def our_flags() -> set[str]:
     """Options of our programs: every option string in the modules that parse a command line."""
     sources = [ROOT / "docs/generate.py", *ROOT.glob("python/**/*.py"), *ROOT.glob("launch/*.py"), *ROOT.glob("test/serving/*.py"), *ROOT.glob("test/bench/**/*.py")]
     texts = [text for source in sources if "add_argument" in (text := source.read_text())]
-    return {flag for text in texts for flag in re.findall(r"\(\s*\"(--[a-z-]+)\"", text)}
+    checks = re.findall(r"word == \"(--[a-z-]+)\"", (ROOT / "sgl-kernel-ext/check/main.cpp").read_text())
+    return {flag for text in texts for flag in re.findall(r"\(\s*\"(--[a-z-]+)\"", text)}.union(checks)
 
 
 @pytest.mark.upstream

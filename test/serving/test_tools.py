@@ -59,9 +59,9 @@ def test_tokens_are_compared_up_to_the_first_tie():
     assert not matrix.compare(dict(tokens=[[9, 2, 3]], scored=[[-1.0, -2.0]]), other, 0.25)["tokens_equal"]
 
 
-def test_every_architecture_has_its_row_in_the_table_made_from_the_results():
+def test_every_architecture_and_format_has_its_row_in_the_table_made_from_the_results():
     findings = json.loads(matrix.RESULTS.read_text())
-    assert list(findings) == list(checkpoints.ARCHITECTURES)
+    assert list(findings) == [*checkpoints.ARCHITECTURES, *(name for name in checkpoints.FORMATS if not name.endswith("_twin"))]
     assert matrix.TABLE.read_text() == matrix.table(findings)
 
 

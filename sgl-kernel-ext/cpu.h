@@ -11,6 +11,15 @@ const std::vector<std::string>& cpu_features();
 bool cpu_has(const std::string& feature);
 std::string cpu_brand();
 
+// Between two looks at a word that another thread writes.
+inline void relax() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  __asm__ volatile("yield");
+#endif
+}
+
 // Subnormals flushed to zero in this thread while the object lives, as the bf16 dot instruction does.
 class FlushSubnormals {
  public:

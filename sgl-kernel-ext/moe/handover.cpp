@@ -10,6 +10,8 @@
 #include <exception>
 #include <stdexcept>
 
+#include "cpu.h"
+
 namespace lk {
 namespace {
 
@@ -25,14 +27,6 @@ int64_t now_ns() {
 void sleep_us(int us) {
   const timespec t{us / 1'000'000, (us % 1'000'000) * 1000L};
   nanosleep(&t, nullptr);
-}
-
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
 }
 
 size_t size_of(Type type) { return type == Type::f32 ? 4 : 2; }

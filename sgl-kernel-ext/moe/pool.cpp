@@ -18,14 +18,6 @@
 namespace lk {
 namespace {
 
-void relax() {
-#if defined(__x86_64__)
-  __builtin_ia32_pause();
-#elif defined(__aarch64__)
-  __asm__ volatile("yield");
-#endif
-}
-
 void futex(std::atomic<uint32_t>& word, int op, uint32_t value) {
   syscall(SYS_futex, reinterpret_cast<uint32_t*>(&word), op | FUTEX_PRIVATE_FLAG, value, nullptr, nullptr, 0);
 }

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[1] / "lk")]
+sys.path[:0] = [str(Path(__file__).parent), *(str(Path(__file__).parents[1] / folder) for folder in ("lk", "native"))]
 pytest.register_assert_rewrite("layers")
 
 

@@ -10,6 +10,7 @@ pytest.importorskip("tokenizers", reason="needs what SGLang needs")
 pytestmark = pytest.mark.gpu
 
 import servers  # noqa: E402
+from held import Held  # noqa: E402
 from servers import CPU, EAGER, FUNCTIONS, MIXED, RESIDENT, STOCK, processes  # noqa: E402
 
 WAYS = [STOCK, RESIDENT, CPU, EAGER, FUNCTIONS, MIXED]
@@ -61,7 +62,7 @@ def test_an_engine_that_stalls_ends_the_server_within_ten_seconds_with_the_layer
     everything = {victim.process.pid} | processes.descendants(victim.process.pid)
     threads = [(pid, tid) for pid in everything for tid in _threads(pid) if _comm(pid, tid) == "lk-handover"]
     assert len(threads) == 1
-    with servers_stopped(threads[0][1]):
+    with Held(threads[0][1]):
         began = time.monotonic()
         try:
             servers.ask(victim.port, "POST", "/generate", {"input_ids": PROMPTS[0], "sampling_params": {"max_new_tokens": 8}}, timeout=10)
@@ -88,35 +89,3 @@ def _comm(pid: int, tid: int) -> str:
 
 def _alive(pids: set[int]) -> set[int]:
     return pids & processes.parents().keys()
-
-
-class servers_stopped:
-    """One thread held by a tracer of its own, so that the tests go on."""
-
-    def __init__(self, tid: int):
-        self.tid = tid
-
-    def __enter__(self):
-        import subprocess
-        import sys
-
-        self.child = subprocess.Popen([sys.executable, "-c", _HOLD, str(self.tid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if self.child.stdout.readline() != b"held\n":
-            pytest.skip("this machine lets no process trace another")
-
-    def __exit__(self, *_):
-        self.child.communicate(b"\n")
-
-
-_HOLD = """
-import ctypes, os, sys
-tid = int(sys.argv[1])
-libc = ctypes.CDLL(None, use_errno=True)
-libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-if libc.ptrace(16, tid, None, None):
-    sys.exit(os.strerror(ctypes.get_errno()))
-os.waitpid(tid, 0x40000000)
-sys.stdout.write("held\\n"); sys.stdout.flush()
-sys.stdin.readline()
-libc.ptrace(17, tid, None, None)
-"""

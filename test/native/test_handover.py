@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import reference
 import sgl_kernel_ext as ext
+from held import Held
 from native import assert_bits_equal, build, run
 
 HIDDEN, WIDTH, EXPERTS, TOP_K, ROWS = 64, 96, 8, 3, 16
@@ -193,7 +194,7 @@ def test_a_request_for_a_layer_that_does_not_exist_is_a_failure_by_name(made):
 def test_an_engine_that_gives_no_answer_is_named_and_lets_the_gpu_go(made):
     gpu = made(patience_ms=100)
     stuck = threads("lk-handover", 1)[0]
-    with stopped(stuck):
+    with Held(stuck):
         gpu.publish(*batch(1))
         failure = gpu.native.failure(ms=5000)
         assert failure.startswith("model.layers.0: the CPU engine gave no answer for 1")
@@ -216,7 +217,7 @@ def test_nothing_has_failed_while_all_is_well_and_large_batches_may_take_longer(
     gpu = made(patience_ms=60, ns_per_row=2_000_000_000)
     stuck = threads("lk-handover", 1)[0]
     given = batch(1)
-    with stopped(stuck):
+    with Held(stuck):
         gpu.publish(*given)
         assert gpu.native.failure(ms=400) == ""
     assert_bits_equal(gpu.collect(1), run(gpu.layers[0], *given, out_dtype="bf16"))
@@ -271,38 +272,3 @@ def comm(task: str) -> str:
             return file.read().strip()
     except (FileNotFoundError, ProcessLookupError):  # it has just ended
         return ""
-
-
-class stopped:
-    """One thread of this process held still from outside, as a debugger does it: only a child may trace it."""
-
-    def __init__(self, tid: int):
-        self.tid = tid
-
-    def __enter__(self):
-        import subprocess
-        import sys
-
-        libc = ctypes.CDLL(None, use_errno=True)
-        libc.prctl(0x59616D61, ctypes.c_ulong(-1 & (2**64 - 1)), 0, 0, 0)  # PR_SET_PTRACER_ANY, where Yama asks
-        self.child = subprocess.Popen([sys.executable, "-c", _HOLD, str(self.tid)], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-        if self.child.stdout.readline() != b"held\n":
-            self.child.wait()
-            pytest.skip("this machine lets no process trace another")
-
-    def __exit__(self, *_):
-        self.child.communicate(b"\n")
-
-
-_HOLD = """
-import ctypes, os, sys
-tid = int(sys.argv[1])
-libc = ctypes.CDLL(None, use_errno=True)
-libc.ptrace.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
-if libc.ptrace(16, tid, None, None):
-    sys.exit(os.strerror(ctypes.get_errno()))
-os.waitpid(tid, 0x40000000)
-sys.stdout.write("held\\n"); sys.stdout.flush()
-sys.stdin.readline()
-libc.ptrace(17, tid, None, None)
-"""

@@ -86,6 +86,33 @@ def test_padding_comes_back_as_zeros_and_costs_the_cpu_nothing(make):
     assert (found[5:] == 0).all() and hand.native.stats()["rows"] == 5
 
 
+@pytest.mark.parametrize("blocks", [1, 2, 7])
+def test_a_block_may_have_many_rows_some_of_them_padding(make, blocks):
+    layer, (x, ids, weights) = experts(), batch(45)
+    ids[::4] = -1
+    hand = make()
+    hand.blocks = blocks
+    found = hand.forward(layer, *cuda((x, ids, weights)), name=NAME)
+    assert torch.equal(found.cpu(), layer.forward(x, ids, weights)) and (found[::4] == 0).all()
+
+
+def test_requests_of_one_block_and_of_many_follow_each_other(make):
+    hand, layer = make(), experts()
+    given = [batch(rows, seed=i) for i, rows in enumerate([1, 64, 2, 200, 1, 1, 63, 3] * 20)]
+    found = [hand.forward(layer, *one, name=NAME) for one in map(cuda, given)]
+    assert all(torch.equal(out.cpu(), layer.forward(*one)) for out, one in zip(found, given))
+
+
+def test_the_gpu_says_how_long_it_waited(make):
+    hand, layer, given = make(), experts(), batch(9)
+    began = time.monotonic()
+    for _ in range(5):
+        hand.forward(layer, *cuda(given), name=NAME)
+    torch.cuda.synchronize()
+    stats = hand.native.stats()
+    assert 0 < stats["busy_us"] < stats["round_us"] == stats["wait_us"] < 1e6 * (time.monotonic() - began)
+
+
 def test_a_batch_beyond_the_buffers_is_handed_over_in_pieces(make):
     layer, given = experts(), batch(100)
     hand = make(rows=16)
@@ -151,11 +178,12 @@ def test_work_on_another_stream_runs_while_the_cpu_computes(make):
     assert torch.equal(found.cpu(), layer.forward(*given))
 
 
-def test_an_engine_that_stalls_is_named_and_the_gpu_goes_on_without_a_result(make, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 2, 150])
+def test_an_engine_that_stalls_is_named_and_the_gpu_goes_on_without_a_result(make, monkeypatch, rows):
     monkeypatch.setattr(handover, "PATIENCE_MS", 200)
     hand, layer = make(), experts()
     hand.native.close()  # nobody answers; the watch is gone too, so the failure is the test's own
-    x = cuda(batch(2))
+    x = cuda(batch(rows))
     found = hand.forward(layer, *x, name=NAME)
     time.sleep(0.2)
     hand.native.abort()
@@ -164,12 +192,13 @@ def test_an_engine_that_stalls_is_named_and_the_gpu_goes_on_without_a_result(mak
     assert hand.forward(layer, *x, name=NAME).isnan().all(), "once let go, the GPU waits no more"
 
 
-def test_the_gpu_has_a_limit_of_its_own_and_names_the_layer(make, monkeypatch):
+@pytest.mark.parametrize("rows", [1, 2, 150])
+def test_the_gpu_has_a_limit_of_its_own_and_names_the_layer(make, monkeypatch, rows):
     monkeypatch.setattr(handover, "GPU_LIMIT_NS", 300_000_000)
     hand, layer = make(), experts()
     hand.native.close()
     began = time.monotonic()
-    found = hand.forward(layer, *cuda(batch(2)), name=NAME)
+    found = hand.forward(layer, *cuda(batch(rows)), name=NAME)
     torch.cuda.synchronize()
     assert found.isnan().all() and time.monotonic() - began < 20
     assert ctypes.c_uint64.from_address(hand.buffers.address["control"] + 128).value == 1

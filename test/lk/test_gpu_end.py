@@ -2,7 +2,9 @@
 
 import multiprocessing
 import os
+import re
 import signal
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -56,6 +58,11 @@ def test_a_request_is_never_larger_than_one_pass_of_the_engine_and_a_slow_one_is
     layer = hand._layer(EXPERTS, "model.layers.0", torch.bfloat16, 8, 1.0, False)
     assert layer.capacity == handover.MOST_ROWS
     assert layer.ns_per_row == int(6 * 8 * 2048 * 768 / 0.5e9 / 8 * 1e9)  # 19 ms, for what takes a good engine 10 µs
+
+
+def test_the_kernel_remembers_as_many_rows_as_a_request_may_have():
+    source = Path(handover.__file__).with_suffix(".cu").read_text()
+    assert re.search(r"kMostRows = (\d+);", source)[1] == str(handover.MOST_ROWS)
 
 
 def test_the_parts_of_the_buffers_lie_apart_on_cache_lines():

@@ -1,12 +1,12 @@
 """The hand-over of a layer's rows from the GPU to the CPU experts and back, in stream order.
 
-A layer's rows are published to pinned memory by a kernel, a native thread computes them, another kernel waits for the
-answer and copies it back: three ordinary steps of a stream, so a CUDA graph captures them (``handover.cu`` and
-``moe/handover.h`` are the two ends). Whatever else the GPU has to do for the layer runs meanwhile. ``LK_HF_MBOX=0`` puts
-host functions of the driver where the kernels' flags were. Nothing here computes or chooses a role.
+A kernel puts a layer's rows into pinned memory, waits until a native thread has computed them, and copies the answer back:
+one ordinary step of a stream, so a CUDA graph captures it (``handover.cu`` and ``moe/handover.h`` are the two ends). What
+other streams have to do runs meanwhile. With ``LK_HF_MBOX=0`` two kernels only copy, and host functions of the driver
+stand between them. Nothing here computes or chooses a role.
 
-A GPU must never wait for ever: the native watch names a layer that gives no answer, and ``_end`` ends the server then;
-the kernels have a longer limit of their own for a process that is stopped as a whole.
+A GPU must never wait for ever: the native watch names a layer that gives no answer, and ``end_server`` ends the server
+then; the kernel has a longer limit of its own for a process that is stopped as a whole.
 """
 
 import atexit
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_MS = 4000  # for an answer of few rows, before the watch gives the engine up
 GPU_LIMIT_NS = 30_000_000_000  # what the GPU waits when even the watch does not run
 SLOWEST_FLOPS = 0.5e9  # of one thread; what the limits allow for large batches
-MOST_ROWS = 4096  # of one request: the engine's own pass; larger batches are handed over in pieces
+MOST_ROWS = 4096  # of one request: the engine's own pass (and kMostRows); larger batches are handed over in pieces
 BLOCKS, THREADS = 64, 512  # of a kernel at most; one block serves a decode step of one row
 LINE = 64
 
@@ -37,9 +37,21 @@ LINE = 64
 class _Rows(ctypes.Structure):
     """``Rows`` of handover.cu."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("data", "stride", "ids", "ids_stride", "weights", "weights_stride")] + [
-        (name, ctypes.c_int) for name in ("rows", "row_bytes", "top_k", "wide", "words")
+    _fields_ = [("data", ctypes.c_uint64), ("stride", ctypes.c_uint64), ("row_bytes", ctypes.c_int), ("words", ctypes.c_int)]
+
+
+class _Routes(ctypes.Structure):
+    """``Routes`` of handover.cu."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("ids", "ids_stride", "weights", "weights_stride")] + [
+        (name, ctypes.c_int) for name in ("rows", "top_k", "wide")
     ]
+
+
+class _Host(ctypes.Structure):
+    """``Host`` of handover.cu; the names are those of ``Buffers.address``."""
+
+    _fields_ = [(name, ctypes.c_uint64) for name in ("control", "x", "ids", "weights", "out")]
 
 
 @dataclass(frozen=True)
@@ -95,7 +107,9 @@ class Handover:
         self._state = torch.zeros(LINE, dtype=torch.uint8, device=device)  # first: it makes the context
         major, minor = torch.cuda.get_device_capability(device)
         module = driver.Module(Path(__file__).with_name("handover.cu"), architecture=f"sm_{major}{minor}")
-        self._publish, self._collect = module.kernel("publish"), module.kernel("collect")
+        self._exchange, self._publish, self._collect = map(module.kernel, ("exchange", "publish", "collect"))
+        # The blocks of an exchange wait for each other: one that found no room would never come, were there more of them.
+        self.blocks = min(BLOCKS, torch.cuda.get_device_properties(device).multi_processor_count)
         self._submit, self._join = self.native.host_functions
         self._layers: dict[tuple[Any, ...], _Layer] = {}
         self._captured = False
@@ -154,23 +168,19 @@ class Handover:
     def _hand_over(
         self, layer: "_Layer", x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, stream: int
     ) -> None:
-        address = {name: ctypes.c_uint64(value) for name, value in self.buffers.address.items()}
-        control = address["control"] if self.mailbox else ctypes.c_uint64(0)
-        state, number = ctypes.c_uint64(self._state.data_ptr()), ctypes.c_int(layer.number)
-        limit = ctypes.c_uint64(GPU_LIMIT_NS + layer.ns_per_row * x.shape[0])
-        blocks = min(x.shape[0], BLOCKS)
-        self._publish.launch(
-            [_rows(x, ids, weights), address["x"], address["ids"], address["weights"], control, state, number],
-            blocks=blocks, threads=THREADS, stream=stream,
-        )
-        if not self.mailbox:
+        routes, given, wanted = _routes(ids, weights), _rows(x), _rows(out)
+        host = _Host(**self.buffers.address)
+        launch = {"blocks": min(x.shape[0], self.blocks), "threads": THREADS, "stream": stream}
+        if self.mailbox:
+            state, number = ctypes.c_uint64(self._state.data_ptr()), ctypes.c_int(layer.number)
+            limit = ctypes.c_uint64(GPU_LIMIT_NS + layer.ns_per_row * x.shape[0])
+            self._exchange.launch([given, wanted, routes, host, state, limit, number], **launch)
+        else:
             ticket = self.native.ticket(layer.number, x.shape[0])
+            self._publish.launch([given, routes, host], **launch)
             driver.launch_host_function(self._submit, ticket, stream=stream)
             driver.launch_host_function(self._join, ticket, stream=stream)
-        self._collect.launch(
-            [_rows(out, ids, weights), address["out"], control, state, limit, number],
-            blocks=blocks, threads=THREADS, stream=stream,
-        )
+            self._collect.launch([wanted, routes, host], **launch)
 
     def _layer(
         self, experts: kernels.Experts, name: str, dtype: torch.dtype, top_k: int, scale: float, weight_on_input: bool
@@ -225,14 +235,17 @@ def end_server(native: Any) -> Callable[[str], NoReturn]:
     return end
 
 
-def _rows(data: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> _Rows:
-    row_bytes = data.shape[1] * data.element_size()
-    words = not any(value % 16 for value in (data.data_ptr(), data.stride(0) * data.element_size(), row_bytes))
-    return _Rows(
-        data=data.data_ptr(), stride=data.stride(0) * data.element_size(),
+def _rows(data: torch.Tensor) -> _Rows:
+    stride, row_bytes = (size * data.element_size() for size in (data.stride(0), data.shape[1]))
+    words = not any(value % 16 for value in (data.data_ptr(), stride, row_bytes))
+    return _Rows(data=data.data_ptr(), stride=stride, row_bytes=row_bytes, words=words)
+
+
+def _routes(ids: torch.Tensor, weights: torch.Tensor) -> _Routes:
+    return _Routes(
         ids=ids.data_ptr(), ids_stride=ids.stride(0) * ids.element_size(),
         weights=weights.data_ptr(), weights_stride=weights.stride(0) * weights.element_size(),
-        rows=data.shape[0], row_bytes=row_bytes, top_k=ids.shape[1], wide=ids.dtype is torch.int64, words=words,
+        rows=ids.shape[0], top_k=ids.shape[1], wide=ids.dtype is torch.int64,
     )
 
 

@@ -16,6 +16,7 @@ namespace lk {
 namespace {
 
 constexpr int kTickMs = 50;
+constexpr uint32_t kLooksPerClock = 64;  // reading the clock takes as long as a look
 constexpr size_t kMostLayers = 4096;
 
 int64_t now_ns() {
@@ -84,17 +85,6 @@ Handover::Stats Handover::stats() const {
   return s;
 }
 
-bool Handover::idle(int64_t since_ns) {
-  const int64_t idle_ns = now_ns() - since_ns;
-  // The kernel's timer adds some 50 µs to a sleep by default; serve() has lowered that.
-  if (idle_ns < int64_t(spin_us_) * 1000) {
-    for (int i = 0; i < 16; ++i) relax();
-  } else {
-    sleep_us(idle_ns < 1'000'000'000 ? 20 : 500);
-  }
-  return !stop_.load(std::memory_order_relaxed);
-}
-
 void Handover::serve() {
   pthread_setname_np(pthread_self(), "lk-handover");
   cpu_set_t set;
@@ -104,16 +94,21 @@ void Handover::serve() {
   // A refusal leaves the inherited mask, which is where the cpus came from.
   if (CPU_COUNT(&set)) pthread_setaffinity_np(pthread_self(), sizeof set, &set);
   prctl(PR_SET_TIMERSLACK, 1000UL);
-  int64_t since = now_ns();
-  for (;;) {
+  int64_t since = now_ns(), idle_ns = 0;
+  for (uint32_t looks = 0;; ++looks) {
     Control* control = control_.load(std::memory_order_acquire);
     const uint64_t request = control ? control->request.load(std::memory_order_acquire) : 0;
-    if (!control || broken_ || request == control->done.load(std::memory_order_relaxed)) {
-      if (!idle(since)) return;
+    if (control && !broken_ && request != control->done.load(std::memory_order_relaxed)) {
+      answer(request);
+      since = now_ns();
+      idle_ns = 0;
+      looks = 0;
       continue;
     }
-    answer(request);
-    since = now_ns();
+    if (stop_.load(std::memory_order_relaxed)) return;
+    if (looks % kLooksPerClock == 0) idle_ns = now_ns() - since;
+    if (idle_ns < int64_t(spin_us_) * 1000) relax();  // one: on some processors it takes 140 cycles
+    else sleep_us(idle_ns < 1'000'000'000 ? 20 : 500);  // the kernel's timer adds some 50 µs by default; lowered above
   }
 }
 
@@ -221,7 +216,7 @@ void Handover::join(void* data) {
     else sleep_us(10);  // the workers may want this thread's core
   }
   if (control.done.load(std::memory_order_acquire) == request) return;
-  // Without an answer a row is NaN in every type, as the collecting kernel makes it.
+  // Without an answer a row is NaN in every type, as the exchanging kernel makes it.
   const Layer& layer = owner.layers_[size_t(ticket.layer)];
   memset(owner.buffers_.out, 0xff, size_t(ticket.rows) * size_t(layer.experts->shape().hidden) * size_of(layer.type));
 }

@@ -23,7 +23,7 @@ namespace lk {
 
 // In pinned memory, 256 bytes; handover.cu has the same struct. Each line has one writer.
 struct alignas(64) Control {
-  // The GPU (or lk_submit): `request` last, with release.
+  // The GPU (or `submit`): `request` last, with release.
   std::atomic<uint64_t> request;
   std::atomic<uint32_t> layer, rows;
   uint64_t pad0[6];
@@ -89,7 +89,6 @@ class Handover {
   void serve();
   void watch();
   void answer(uint64_t request);
-  bool idle(int64_t since_ns);  // waits a little; false once stopping
 
   std::vector<int> cpus_;
   int cpu_, spin_us_, patience_ms_;

@@ -17,9 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT))
+sys.path += [str(ROOT), str(ROOT / "test" / "serving")]
 
 from launch import processes, recite  # noqa: E402
+
+from recite_server import stopped  # noqa: E402, F401
 
 FLAGS = (
     "--device", "cuda", "--dtype", "float16", "--enable-fp32-lm-head", "--host", "127.0.0.1", "--skip-server-warmup",

@@ -2,6 +2,7 @@
 
 import os
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -54,6 +55,20 @@ def test_the_table_of_roles_is_in_the_log(running):
 
 def test_graphs_are_captured_beside_cpu_experts(running):
     assert "Capture cuda graph" in server(running, CPU).log.read_text() or "Capturing" in server(running, CPU).log.read_text()
+
+
+def test_a_server_that_is_stopped_as_a_whole_goes_on_with_the_right_answers(running):
+    asked = server(running, CPU)
+    with ThreadPoolExecutor(1) as pool:
+        # This takes seconds, so that the stop falls into a request.
+        answers = pool.submit(lambda: [asked.tokens(PROMPTS, 48) for _ in range(20)])
+        time.sleep(0.2)
+        assert not answers.done()
+        with servers.stopped(asked.process.pid):
+            time.sleep(5)
+            assert not answers.done()
+        assert answers.result(timeout=120) == [EXPECTED] * 20
+    assert asked.process.poll() is None and "The server ends" not in asked.log.read_text()
 
 
 def test_an_engine_that_stalls_ends_the_server_within_ten_seconds_with_the_layer_named(running):

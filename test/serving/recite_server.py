@@ -8,6 +8,7 @@ import contextlib
 import http.client
 import json
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -88,15 +89,51 @@ def _ask(port: int, method: str, path: str, body: str | None = None) -> tuple[in
 
 def memory_mb(root: int) -> dict[str, float]:
     """Resident memory of the server's processes together, and the part of it that is their own: neither files nor
-    libraries, whose share changes with whatever else runs on the machine."""
-    total = dict.fromkeys(("Rss", "Pss_Anon", "Pss_Shmem"), 0)
-    for pid in {root} | processes.descendants(root):
-        with contextlib.suppress(OSError):  # it ended while we looked
-            for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
-                name, _, size = line.partition(":")
-                if name in total:
-                    total[name] += int(size.split()[0])
-    return dict(rss=round(total["Rss"] / 1024, 1), own=round((total["Pss_Anon"] + total["Pss_Shmem"]) / 1024, 1))
+    libraries, whose share changes with whatever else runs on the machine. Also what they lock, pin and have on a GPU."""
+    tree = {root} | processes.descendants(root)
+    total = dict.fromkeys(("Rss", "Pss_Anon", "Pss_Shmem", "VmLck", "VmPin"), 0)
+    for pid in tree:
+        for file in ("smaps_rollup", "status"):
+            with contextlib.suppress(OSError):  # it ended while we looked
+                for line in Path(f"/proc/{pid}/{file}").read_text().splitlines():
+                    name, _, size = line.partition(":")
+                    if name in total:
+                        total[name] += int(size.split()[0])
+    kb = dict(rss=total["Rss"], own=total["Pss_Anon"] + total["Pss_Shmem"], locked=total["VmLck"], pinned=total["VmPin"])
+    return {name: round(size / 1024, 1) for name, size in kb.items()} | _gpu_mb(tree)
+
+
+def _gpu_mb(tree: set[int]) -> dict[str, float]:
+    """``gpu``: what these processes have on all GPUs; in a container that hides their numbers ``card``: what anybody has."""
+    own = [float(used) for pid, used in _nvidia_smi("--query-compute-apps=pid,used_memory") if int(pid) in tree]
+    if own:
+        return dict(gpu=sum(own))
+    card = [float(used) for (used,) in _nvidia_smi("--query-gpu=memory.used")]
+    return dict(card=sum(card)) if card else {}
+
+
+def _nvidia_smi(query: str) -> list[list[str]]:
+    """Rows whose cells are all numbers."""
+    try:
+        done = subprocess.run(["nvidia-smi", query, "--format=csv,noheader,nounits"], capture_output=True, text=True, timeout=20)
+    except (OSError, subprocess.TimeoutExpired):
+        return []
+    rows = [[cell.strip() for cell in line.split(",")] for line in done.stdout.splitlines()]
+    return [row for row in rows if all(cell.isdigit() for cell in row)]
+
+
+@contextlib.contextmanager
+def stopped(root: int) -> Iterator[None]:
+    """The server stands still inside: all its processes, as after a Ctrl-Z or on a machine that is suspended."""
+    tree = {root} | processes.descendants(root)
+    try:
+        for pid in tree:
+            os.kill(pid, signal.SIGSTOP)
+        yield
+    finally:
+        for pid in tree:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def under_way(port: int) -> int:

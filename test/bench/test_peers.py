@@ -250,21 +250,29 @@ class FakeProcess:
 
     log: list = []
     answers = {"lk-bf16": 0.001, "kt-bf16": 0.002, "kt-bf16-avx2": 0.5, "llama-bf16": 0.004}
+    deadly: set = set()  # (variant, tokens, or "load") that ends the process
     reads = itertools.count(10)
 
     def __init__(self, engine_name, threads, cache, log):
         self.engine, self.about = engine_name, {"library": engine_name, "version": "1", "build": "b", "isa": "i"}
+        self.loaded = set()
 
     def ask(self, request, *arguments):
         self.log.append((self.engine, request, *arguments))
+        case = {"load": (*arguments[:1], "load"), "time": arguments[:2]}.get(request)
+        if case in self.deadly:
+            raise measure.PeerDied(f"crashed: signal 11 (Segmentation fault) at {request}")
+        if request == "load":
+            self.loaded.add(arguments[0])
         if request == "offers":
             return ""
         if request == "check":
             if arguments[0] == "llama-bf16":
-                raise measure.PeerDied("llama's process ended with status -4 at check")
+                raise measure.PeerDied("crashed: signal 4 (Illegal instruction) at check")
             return {"error": 1.0 if arguments[0] == "kt-bf16" and self.wrong else 1e-3, "allowed": 8e-3}
         if request == "time":
             variant, tokens, few, _ = arguments
+            assert variant in self.loaded
             return [self.answers[variant] * tokens] * few
         if request == "machine":
             return {"read": float(next(self.reads))}
@@ -276,7 +284,7 @@ class FakeProcess:
 
 @pytest.fixture
 def run(monkeypatch):
-    FakeProcess.log, FakeProcess.reads, FakeProcess.wrong = [], itertools.count(10), False
+    FakeProcess.log, FakeProcess.reads, FakeProcess.wrong, FakeProcess.deadly = [], itertools.count(10), False, set()
     monkeypatch.setattr(measure, "Process", FakeProcess)
     monkeypatch.setattr(install, "cpu_flags", lambda: ZEN4)
     plan = measure.Plan(cases.SHAPES[:1], (1, 8, 128), ("bf16",), ("lk", "kt", "llama"), 2, Path(), Path("log"), 1 << 20)
@@ -307,12 +315,99 @@ def test_variants_take_turns_twice_and_the_reader_runs_between_any_two(run):
 def test_a_peer_that_dies_or_is_wrong_is_named_and_has_no_figure(run):
     FakeProcess.wrong = True
     found = measured(run)
-    assert run.unfit["llama-bf16"] == "llama's process ended with status -4 at check"
+    assert run.unfit["llama-bf16"] == "crashed: signal 4 (Illegal instruction) at check"
     assert run.unfit["kt-bf16"] == "wrong: relative error 1.0e+00, 8.0e-03 allowed"
     rows = {(case.variant.name, case.tokens): case.row(run.dot) for case in found}
     assert rows["kt-bf16", 8]["left_out"].startswith("wrong") and "seconds" not in rows["kt-bf16", 8]
     assert "seconds" in rows["lk-bf16", 8]
     assert ("llama", "close") in FakeProcess.log
+
+
+def timed(variant):
+    return [entry[3] for entry in FakeProcess.log if entry[1:3] == ("time", variant)]
+
+
+def test_a_crash_leaves_its_variant_out_and_the_run_goes_on(run):
+    FakeProcess.deadly = {("kt-bf16", 8)}
+    rows = {(case.variant.name, case.tokens): case.row(run.dot) for case in measured(run)}
+    assert rows["kt-bf16", 8]["left_out"] == "crashed: signal 11 (Segmentation fault) at time" and "seconds" not in rows["kt-bf16", 8]
+    assert "seconds" in rows["kt-bf16", 1] and ("kt-bf16", 128) not in rows and timed("kt-bf16") == [1, 1, 8]
+    assert "seconds" in rows["kt-bf16-avx2", 8] and "seconds" in rows["lk-bf16", 128]
+
+
+def test_after_a_crash_the_engines_other_variants_are_built_again_and_the_reader_looks_anew(run):
+    FakeProcess.deadly = {("kt-bf16", 8)}
+    measured(run)
+    log = [entry[:3] for entry in FakeProcess.log]
+    crash = log.index(("kt", "close"))
+    assert log[crash - 1] == ("kt", "time", "kt-bf16")
+    rest = [entry for entry in log[crash:] if entry[1] != "about"]
+    assert [entry[:2] for entry in rest[:5]] == [("kt", "close"), ("lk", "machine"), ("kt", "load"), ("lk", "machine"), ("kt", "time")]
+    assert [entry[2] for entry in log[crash:] if entry[1] == "load"] == ["kt-bf16-avx2"]
+
+
+def test_an_engine_that_crashes_twice_is_left_out_of_the_family(run, monkeypatch):
+    more = dataclasses.replace(next(v for v in cases.VARIANTS if v.name == "kt-bf16"), name="kt-bf16-other")
+    monkeypatch.setattr(FakeProcess, "answers", {**FakeProcess.answers, "kt-bf16-avx2": 0.003, more.name: 0.002})
+    FakeProcess.deadly = {("kt-bf16", 1), ("kt-bf16-avx2", 8)}
+    found = list(run._family(cases.SHAPES[0], [*run.variants("bf16"), more]))
+    rows = {(case.variant.name, case.tokens): case.row(400.0) for case in found}
+    assert rows["kt-bf16", 1]["left_out"] == rows["kt-bf16-avx2", 8]["left_out"] == "crashed: signal 11 (Segmentation fault) at time"
+    assert "seconds" in rows["kt-bf16-other", 1]
+    assert rows["kt-bf16-other", 8]["left_out"] == "kt crashed twice with this format and shape"
+    assert ("kt-bf16-other", 128) not in rows and timed("kt-bf16-other") == [1, 1]
+    assert "seconds" in rows["llama-bf16", 128]
+
+
+def test_a_crash_while_layers_are_built_is_the_result_of_that_variant(run):
+    FakeProcess.deadly = {("kt-bf16-avx2", "load")}
+    rows = {(case.variant.name, case.tokens): case.row(run.dot) for case in measured(run)}
+    assert rows["kt-bf16-avx2", 8]["left_out"] == "crashed: signal 11 (Segmentation fault) at load"
+    assert "seconds" in rows["kt-bf16", 128]
+
+
+FATAL_WORKER = """
+import os, signal
+import numpy as np
+from peers import engine, worker
+
+class Bound(engine.Bound):
+    def __init__(self, x): self.result = np.ones(x.shape)
+    def at(self, ids): return lambda: len(self.result) == 3 and os.kill(os.getpid(), signal.SIGSEGV)
+    def poison(self): print("its own last words", flush=True)
+    def out(self): return self.result
+
+class Layer(engine.Layer):
+    def bind(self, x, routing): return Bound(x)
+
+class Native(engine.Engine):
+    about = {"library": "fatal"}
+    def __init__(self, threads, cache): pass
+    def offers(self, variant): return ""
+    def layer(self, variant, shape, experts): return Layer()
+
+engine.make = lambda *arguments: Native(*arguments[1:])
+if __name__ == "__main__":
+    import sys
+    worker.main(*sys.argv[1:])
+"""
+
+
+def test_a_real_process_that_kills_itself_is_a_result_with_its_signal_and_its_own_words(tmp_path, monkeypatch):
+    (tmp_path / "fatal_worker.py").write_text(FATAL_WORKER)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setattr(measure, "WORKER", "fatal_worker")
+    log = tmp_path / "log"
+    log.write_text("words of another engine\n")
+    process = measure.Process("kt", 1, tmp_path, log)
+    try:
+        process.ask("load", "kt-bf16", [*vars(SMALL).values()], 1)
+        assert len(process.ask("time", "kt-bf16", 1, 1, 0.0)) == 1
+        with pytest.raises(measure.PeerDied) as death:
+            process.ask("time", "kt-bf16", 3, 1, 0.0)
+        assert str(death.value) == "crashed: signal 11 (Segmentation fault) at time, having said: its own last words"
+    finally:
+        process.close()
 
 
 def test_kernels_are_left_out_by_pattern(run):
@@ -337,7 +432,7 @@ def test_too_little_memory_is_said_before_anything_is_loaded(run, monkeypatch):
 
 def stored(run):
     rows = [case.row(run.dot) for case in measured(run)]
-    run.processes["lk"].about = {"library": "sgl_kernel_ext", "isa": "avx512_bf16"}
+    run.about["lk"] = {"library": "sgl_kernel_ext", "isa": "avx512_bf16"}
     return {"machine": {**measure.facts(run), "cpu": "Test CPU"}, "rows": rows}
 
 
@@ -347,7 +442,7 @@ def test_the_table_sets_ours_against_the_fastest_peer_of_the_family(run):
     assert lines[0].startswith("Test CPU, 2 threads") and "ours `avx512_bf16`" in lines[0]
     assert "| 2048,768,128,8 | bf16 | 2.00 × kt-bf16 | 2.00 × kt-bf16 | 2.00 × kt-bf16 |" in lines
     assert sum(line.startswith("|") and "kt-bf16-avx2" in line for line in lines) == 1
-    assert lines[-1] == "Not measured here: llama-bf16 (llama's process ended with status -4 at check)."
+    assert lines[-1] == "Not measured here: llama-bf16 (crashed: signal 4 (Illegal instruction) at check)."
 
 
 def test_a_peer_ahead_of_ours_is_seen_in_the_table(run, monkeypatch):

@@ -90,9 +90,13 @@ def run(options: argparse.Namespace) -> int:
                 report.store(options.json, measure.facts(made), [done.row(made.dot) for done in found])
         say(f"{time.monotonic() - started:.0f} s; what the peers printed is in {plan.log}")
         wrong = [name for name, why in made.unfit.items() if why.startswith("wrong")]
+        ends = [*made.unfit.items(), *((case.variant.name, case.left_out) for case in found)]
+        crashed = list(dict.fromkeys(name for name, why in ends if why.startswith("crashed")))
         if wrong:
             say(f"driven wrongly, or wrong: {', '.join(wrong)}")
-        return 1 if wrong else 0
+        if crashed:
+            say(f"crashed: {', '.join(crashed)}")
+        return 1 if wrong or any(name.startswith("lk-") for name in crashed) else 0
     finally:
         made.close()
 

@@ -3,6 +3,9 @@
 The variants of a family lie in memory together. For each number of tokens they take turns, twice, and the plain reader
 looks at the machine between any two of them: a case has the reading just before it and just after. All processes but
 the one at work are stopped, since the threads of most engines wait awake.
+
+A crash is a result: the variant is left out from that number of tokens on, its engine's process is started again, and
+the others are built again as their turn comes. The second crash of an engine in a family leaves it out of that family.
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ from .cases import Limits, Shape, Variant
 
 HERE = Path(__file__).resolve().parent
 DOT_SECONDS = 0.3
+WORKER = "peers.worker"
+MOST_CRASHES = 2  # of one engine in one family and shape
 ROOM = 1.4  # memory beside the weights: what they are made from, workspaces
 
 
@@ -43,7 +48,7 @@ class Process:
         self.log = log.open("ab")
         path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
         self.child = subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "peers.worker", engine, str(threads), str(cache)],
+            [sys.executable, "-W", "ignore", "-m", WORKER, engine, str(threads), str(cache)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.log,
@@ -54,6 +59,7 @@ class Process:
 
     def ask(self, *request):
         self.child.send_signal(signal.SIGCONT)
+        written = os.stat(self.log.name).st_size
         try:
             self.child.stdin.write(json.dumps(request) + "\n")
             self.child.stdin.flush()
@@ -61,22 +67,27 @@ class Process:
         except BrokenPipeError:
             line = ""
         if not line:
-            raise PeerDied(f"{self.engine}'s process ended with status {self.child.wait()} at {request[0]}{self._last_words()}")
+            raise PeerDied(f"{ending(self.child.wait())} at {request[0]}{self._last_words(written)}")
         self.child.send_signal(signal.SIGSTOP)
         answer = json.loads(line)
         if "error" in answer:
             raise PeerRefused(answer["error"])
         return answer["answer"]
 
-    def _last_words(self) -> str:
-        lines = Path(self.log.name).read_text(errors="replace").split("\n")
-        said = next((line.strip() for line in reversed(lines) if line.strip()), "")
-        return f", having said: {said}" if said else ""
+    def _last_words(self, written: int) -> str:
+        """The last line that came after so many bytes: all engines write to the same log, but only this one was awake."""
+        said = Path(self.log.name).read_bytes()[written:].decode(errors="replace").strip()
+        return f", having said: {said.splitlines()[-1].strip()}" if said else ""
 
     def close(self) -> None:
         self.child.kill()
         self.child.wait()
         self.log.close()
+
+
+def ending(status: int) -> str:
+    """How a process ended, in words."""
+    return f"crashed: status {status}" if status >= 0 else f"crashed: signal {-status} ({signal.strsignal(-status)})"
 
 
 @dataclass(frozen=True)
@@ -134,6 +145,9 @@ class Run:
     def __init__(self, plan: Plan, say: Callable[[str], None]) -> None:
         self.plan, self.say, self.flags = plan, say, install.cpu_flags()
         self.processes: dict[str, Process] = {}
+        self.about: dict[str, dict] = {}  # of every engine that was started
+        self.loaded: set[Variant] = set()  # those whose layers are in their engine's process
+        self.crashed: set[Variant] = set()  # in the family and shape at work
         self.unfit: dict[str, str] = {}  # variant -> why it cannot be measured on this machine
         self.errors: dict[str, dict] = {}
         self.dot = 0.0
@@ -141,9 +155,11 @@ class Run:
     def process(self, engine: str) -> Process:
         if engine not in self.processes:
             self.processes[engine] = Process(engine, self.plan.threads, self.plan.cache, self.plan.log)
+            self.about[engine] = self.processes[engine].about
         return self.processes[engine]
 
     def restart(self, engine: str) -> None:
+        self.loaded = {variant for variant in self.loaded if variant.engine != engine}
         if engine in self.processes:
             self.processes.pop(engine).close()
 
@@ -190,6 +206,7 @@ class Run:
                 yield from self._family(shape, self.variants(family))
 
     def _family(self, shape: Shape, variants: list[Variant]) -> Iterator[Case]:
+        self.crashed = set()
         able, rest = self._load(shape, variants)
         yield from rest
         last: dict[str, float] = {}  # seconds of a call per token, with the fewer tokens before
@@ -197,32 +214,55 @@ class Run:
             now = [Case(variant, shape, tokens) for variant in able]
             expected = {name: seconds * tokens for name, seconds in last.items()}  # at most
             self._leave_out(now, expected)
-            for case in (case for case in now if case.left_out):
-                able.remove(case.variant)
+            over = {case.variant for case in now if case.left_out}
             self._turns([case for case in now if not case.left_out], expected)
+            over |= self.crashed | {case.variant for case in now if case.left_out and self._given_up(case.variant.engine)}
+            able = [variant for variant in able if variant not in over]
             last = {case.variant.name: statistics.median(case.times) / tokens for case in now if case.times}
             yield from now
-        for variant in variants:
-            if variant.engine != "kt" and variant.engine in self.processes:
+        for variant in self.loaded:
+            if variant.engine != "kt":
                 self.process(variant.engine).ask("drop", variant.name)
+        self.loaded = set()
         self.restart("kt")  # it keeps the memory of layers that are gone
 
     def _load(self, shape: Shape, variants: list[Variant]) -> tuple[list[Variant], list[Case]]:
         able, rest = [], []
         self._require_memory(shape, [v for v in variants if v.name not in self.unfit])
         for variant in variants:
-            why = self.unfit.get(variant.name) or variant.refuses(shape, self.flags)
+            why = self.unfit.get(variant.name) or variant.refuses(shape, self.flags) or self._given_up(variant.engine)
             if not why:
-                count = cases.layers(variant, shape, self.plan.cache_bytes)
                 try:
-                    self.process(variant.engine).ask("load", variant.name, [*vars(shape).values()], count)
+                    self._build(variant, shape)
                 except PeerRefused as refusal:
                     why = str(refusal)
+                except PeerDied as death:
+                    why = self._bury(variant, death)
             if why:
                 rest += [Case(variant, shape, tokens, left_out=why) for tokens in self.plan.tokens]
             else:
                 able.append(variant)
         return able, rest
+
+    def _build(self, variant: Variant, shape: Shape) -> bool:
+        """The layers of a variant, if its process does not have them; whether it had to."""
+        if variant in self.loaded:
+            return False
+        count = cases.layers(variant, shape, self.plan.cache_bytes)
+        self.process(variant.engine).ask("load", variant.name, [*vars(shape).values()], count)
+        self.loaded.add(variant)
+        return True
+
+    def _bury(self, variant: Variant, death: PeerDied) -> str:
+        """What is said of a variant that ended its process; the next request starts another one."""
+        self.crashed.add(variant)
+        self.restart(variant.engine)
+        return str(death)
+
+    def _given_up(self, engine: str) -> str:
+        """Why an engine is not asked again in this family, or nothing."""
+        often = sum(variant.engine == engine for variant in self.crashed) >= MOST_CRASHES
+        return f"{engine} crashed twice with this format and shape" if often else ""
 
     def _require_memory(self, shape: Shape, variants: list[Variant]) -> None:
         needed = sum(cases.layer_bytes(variant, shape, self.plan.cache_bytes) for variant in variants) * ROOM
@@ -234,9 +274,11 @@ class Run:
             )
 
     def _leave_out(self, now: list[Case], expected: dict[str, float]) -> None:
+        for case in now:
+            case.left_out = self._given_up(case.variant.engine)
         peers = [expected[c.variant.name] for c in now if c.variant.engine != "lk" and c.variant.name in expected]
         for case in now:
-            if peers and case.variant.name in expected:
+            if not case.left_out and peers and case.variant.name in expected:
                 case.left_out = cases.left_out(
                     case.variant, case.tokens, expected[case.variant.name], min(peers), self.plan.limits
                 )
@@ -246,14 +288,21 @@ class Run:
         for turn in range(2):
             for case in now:
                 few = cases.repeats(expected.get(case.variant.name, 0.0), self.plan.limits)[turn]
-                if few == 0 or case.left_out:
+                given_up = self._given_up(case.variant.engine)
+                if given_up and not case.times:
+                    case.left_out = case.left_out or given_up
+                if few == 0 or case.left_out or given_up:
                     continue
                 try:
+                    if self._build(case.variant, case.shape):
+                        read = self._read()
                     case.times += self.process(case.variant.engine).ask(
                         "time", case.variant.name, case.tokens, few, self.plan.seconds
                     )
                 except PeerRefused as refusal:
                     case.left_out, case.times = str(refusal), []
+                except PeerDied as death:
+                    case.left_out, case.times = self._bury(case.variant, death), []
                 after = self._read()
                 case.reads += [read, after]
                 read = after
@@ -278,7 +327,7 @@ def facts(run: Run) -> dict:
         "cache_bytes": run.plan.cache_bytes,
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "dot_gflop_per_s": run.dot,
-        "engines": {name: process.about for name, process in run.processes.items()},
+        "engines": run.about,
         "errors": run.errors,
         "unfit": run.unfit,
         "load_average": os.getloadavg()[0],

@@ -440,14 +440,47 @@ def test_the_table_sets_ours_against_the_fastest_peer_of_the_family(run):
     text = report.markdown(stored(run))
     lines = text.splitlines()
     assert lines[0].startswith("Test CPU, 2 threads") and "ours `avx512_bf16`" in lines[0]
-    assert "| 2048,768,128,8 | bf16 | 2.00 × kt-bf16 | 2.00 × kt-bf16 | 2.00 × kt-bf16 |" in lines
-    assert sum(line.startswith("|") and "kt-bf16-avx2" in line for line in lines) == 1
+    (row,) = (line for line in lines if line.startswith("| bf16"))
+    assert row.startswith("| bf16 | 2.00 (1 : 2) | 2.00 (8 : 16) | 2.00 (128 : 256) | kt-bf16 |")
+    assert lines[-3] == "Ours is slower in 0 of 3 comparisons."
     assert lines[-1] == "Not measured here: llama-bf16 (crashed: signal 4 (Illegal instruction) at check)."
 
 
-def test_a_peer_ahead_of_ours_is_seen_in_the_table(run, monkeypatch):
+def test_every_case_is_in_the_long_table(run):
+    lines = report.markdown(stored(run), every=True).splitlines()
+    assert sum(line.startswith("|") and "kt-bf16-avx2" in line for line in lines) == 1
+    assert sum(line.startswith("|") for line in lines) == 2 + 3
+
+
+def test_a_peer_ahead_of_ours_is_bold_and_counted(run, monkeypatch):
     monkeypatch.setitem(FakeProcess.answers, "kt-bf16", 0.0005)
-    assert "*0.50 × kt-bf16*" in report.markdown(stored(run))
+    text = report.markdown(stored(run))
+    assert "| **0.50** (1 : 0.5) |" in text
+    assert "Ours is slower in 3 of 3 comparisons; 2048, 768, 128, 8: bf16 with 1 (0.50 × kt-bf16), bf16 with 8 (" in text
+
+
+def test_what_crashed_is_below_the_table_once(run):
+    FakeProcess.deadly = {("kt-bf16", 8)}
+    lines = report.markdown(stored(run)).splitlines()
+    assert lines[-3] == "Left out: kt-bf16 at 2048,768,128,8, tokens 8 (crashed: signal 11 (Segmentation fault) at time)."
+    FakeProcess.deadly = {("kt-bf16", "load")}
+    assert report.markdown(stored(run)).count("crashed: signal 11") == 1
+
+
+def result(tokens, seconds, name, spread=0.0, share=0.5):
+    return {"tokens": tokens, "seconds": seconds, "name": name, "engine": name.split("-")[0], "spread": spread, "read_ratio": share, "dot_ratio": share}
+
+
+def test_the_table_names_each_fastest_peer_where_it_begins_and_marks_what_was_disturbed():
+    by_tokens = {
+        1: [result(1, 1.0, "lk-a"), result(1, 2.0, "kt-a")],
+        8: [result(8, 1.0, "lk-a", share=0.7), result(8, 2.0, "kt-a"), result(8, 1.5, "llama-a", spread=0.3, share=0.4)],
+        32: [result(32, 0.1234, "lk-a", share=0.8), result(32, 1.5, "llama-a", share=0.1)],
+        128: [result(128, 1.0, "lk-a", share=0.9)],
+    }
+    assert report.peers(by_tokens) == "kt-a, llama-a from 8"
+    assert [report.versus(rows) for rows in by_tokens.values()] == ["2.00 (1000 : 2000)", "~1.50 (1000 : 1500)", "12.16 (123 : 1500)", "–"]
+    assert report.shares(by_tokens, "read") == "60 % : 45 %" and report.shares(by_tokens, "dot") == "90 % : 10 %"
 
 
 def test_a_result_is_read_back_and_anything_else_refused(run, tmp_path):

@@ -1,7 +1,7 @@
 """Complete expert calls of this project and of its peers side by side in one run.
 
     python test/bench/peers run --json out.json     # installs the peers into a cache of its own on the first run
-    python test/bench/peers table out.json          # the same result as a table for docs/explanation/performance.md
+    python test/bench/peers table out.json          # ours against the fastest peer, as a table for a page
     python test/bench/peers pack FOLDER             # what a machine without a network needs
 
 Peers are kt-kernel and llama.cpp as their packages have them. Each engine runs in a process of its own, of which only the

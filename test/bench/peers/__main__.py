@@ -30,8 +30,9 @@ def parser() -> argparse.ArgumentParser:
     run.add_argument("--cache-mib", type=int, help="last-level cache, where the system does not say it rightly")
     run.add_argument("--check-only", action="store_true", help="compare every kernel with float64 and stop")
     run.add_argument("--json", type=Path, metavar="FILE")
-    table = commands.add_parser("table", help="the tables of a stored run, as markdown")
+    table = commands.add_parser("table", help="a stored run as markdown: ours against the fastest peer")
     table.add_argument("file", type=Path)
+    table.add_argument("--every", action="store_true", help="all cases instead of ours against the fastest peer")
     pack = commands.add_parser("pack", help="a folder with all that a machine without a network needs")
     pack.add_argument("folder", type=Path)
     pack.add_argument("--python", default="%d.%d" % sys.version_info[:2], help="of that machine")
@@ -111,7 +112,7 @@ def main() -> int:
         if options.command == "run":
             return run(options)
         if options.command == "table":
-            say(report.markdown(report.load(options.file)))
+            say(report.markdown(report.load(options.file), options.every))
         elif options.command == "install":
             install.ensure(install.cache_folder(), say)
         else:

@@ -1,15 +1,18 @@
 """The result of a run: stored as JSON, and as tables for a page.
 
-Nothing is measured here; the tables come from the file alone.
+Nothing is measured here; the tables come from the file alone. Ours is compared with the fastest peer of the same family:
+``comparison`` is the short form, ``every_case`` has all figures.
 """
 
 from __future__ import annotations
 
 import json
+import statistics
 from itertools import groupby
 from pathlib import Path
 
 FEW = 8  # up to so many tokens a case is shown as GB/s and share of the reader, beyond as GFLOP/s and share of the peak
+DISTURBED = 0.25  # from this spread on, of ours or of the peer, a comparison is marked
 RATES = {"read": ("gb_per_s", "read_ratio", "GB/s"), "dot": ("gflop_per_s", "dot_ratio", "GF/s")}
 
 
@@ -56,14 +59,56 @@ def fastest(rows: list[dict], engine_is_ours: bool) -> dict | None:
     return min(measured, key=lambda row: row["seconds"], default=None)
 
 
-def versus(rows: list[dict]) -> str:
+def ratio(rows: list[dict]) -> float | None:
     """How many times as fast ours is as the fastest peer; ``rows`` are one family, shape and number of tokens."""
     ours, peer = fastest(rows, True), fastest(rows, False)
-    if ours is None or peer is None:
+    return peer["seconds"] / ours["seconds"] if ours and peer else None
+
+
+def versus(rows: list[dict]) -> str:
+    """``rows`` in short: the ratio, then milliseconds of ours : of the fastest peer."""
+    times = ratio(rows)
+    if times is None:
         return "–"
-    ratio = peer["seconds"] / ours["seconds"]
-    text = f"{ratio:.2f} × {peer['name']}"
-    return text if ratio >= 1 else f"*{text}*"
+    ours, peer = fastest(rows, True), fastest(rows, False)
+    mark = "~" if max(ours["spread"], peer["spread"]) > DISTURBED else ""
+    return f"{mark}{_ratio(times)} ({_ms(ours)} : {_ms(peer)})"
+
+
+def behind(times: float | None) -> bool:
+    return times is not None and round(times, 2) < 1
+
+
+def _ms(row: dict) -> str:
+    """Three digits, without an exponent."""
+    ms = row["seconds"] * 1e3
+    return f"{ms:.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def _ratio(times: float) -> str:
+    return f"**{times:.2f}**" if behind(times) else f"{times:.2f}"
+
+
+def peers(by_tokens: dict[int, list[dict]]) -> str:
+    """The fastest peer, and from how many tokens on it is another one."""
+    names = [(tokens, peer["name"]) for tokens, rows in by_tokens.items() if (peer := fastest(rows, False))]
+    changes = [(tokens, name) for (tokens, name), before in zip(names, [None, *(name for _, name in names)]) if name != before]
+    return ", ".join(name if index == 0 else f"{name} from {tokens}" for index, (tokens, name) in enumerate(changes)) or "–"
+
+
+def shares(by_tokens: dict[int, list[dict]], limit: str) -> str:
+    """Of ours : of the fastest peer. Of ``read``, the median over the cases of few tokens; of ``dot``, the best of the others."""
+    few, pick = limit == "read", statistics.median if limit == "read" else max
+    share = RATES[limit][1]
+    found = []
+    for ours in (True, False):
+        rows = [row for tokens, rows in by_tokens.items() if (tokens <= FEW) == few and (row := fastest(rows, ours))]
+        found.append(f"{pick(row[share] for row in rows) * 100:.0f} %" if rows else "–")
+    return " : ".join(found)
+
+
+def spelled(shape: str) -> str:
+    return shape.replace(",", ", ")
 
 
 def _table(heading: list[str], body: list[list[str]]) -> list[str]:
@@ -76,37 +121,57 @@ def _groups(rows: list[dict], key) -> list[tuple]:
     return [(name, list(group)) for name, group in groupby(ranked, key)]
 
 
-def markdown(stored: dict) -> str:
-    """Both tables of a run: ours against the fastest peer of each family, then every case."""
+def markdown(stored: dict, every: bool = False) -> str:
+    """A run for a page: ours against the fastest peer of each family or, with ``every``, all cases."""
     rows, machine = stored["rows"], stored["machine"]
+    parts = every_case(rows, machine) if every else comparison(rows)
+    return "\n".join([opening(machine, rows), "", *parts, *_crashed(rows, machine), *_absent(machine)])
+
+
+def comparison(rows: list[dict]) -> list[str]:
     tokens = sorted({row["tokens"] for row in rows})
-    ahead = [
-        [shape if first else "", family, *(versus([row for row in members if row["tokens"] == t]) for t in tokens)]
-        for shape, of_shape in _groups(rows, shape_of)
-        for first, (family, members) in zip([True] + [False] * len(rows), _groups(of_shape, lambda row: row["family"]))
+    heading = [*map(str, tokens), "fastest peer", "of read", "of dot"]
+    out = [
+        "By tokens: times as fast as the fastest peer of the nearest format (ms of ours : of that peer). **Bold**: ours is slower. "
+        f"~: the quartiles of one of the two lie more than {DISTURBED * 100:.0f} % of the median apart. `of read`, `of dot`: shares of ours : "
+        f"of the peer, of the plain reader up to {FEW} tokens (median) and of the dot-product peak beyond (best).",
+        "",
     ]
-    every = [
+    lost: dict[str, list[str]] = {}
+    compared = 0
+    for shape, of_shape in _groups(rows, shape_of):
+        body = []
+        for family, members in _groups(of_shape, lambda row: row["family"]):
+            by_tokens = {t: [row for row in members if row["tokens"] == t] for t in tokens}
+            times = {t: ratio(by_tokens[t]) for t in tokens}
+            if not any(times.values()):
+                continue
+            compared += sum(each is not None for each in times.values())
+            for t in tokens:
+                if behind(times[t]):
+                    lost.setdefault(spelled(shape), []).append(f"{family} with {t} ({times[t]:.2f} × {fastest(by_tokens[t], False)['name']})")
+            cells = [versus(by_tokens[t]) for t in tokens]
+            body.append([family, *cells, peers(by_tokens), shares(by_tokens, "read"), shares(by_tokens, "dot")])
+        out += [*_table([spelled(shape), *heading], body), ""] if body else []
+    count = sum(len(cases) for cases in lost.values())
+    told = "".join(f"; {shape}: {', '.join(cases)}" for shape, cases in lost.items())
+    return [*out, f"Ours is slower in {count} of {compared} comparisons{told}."]
+
+
+def every_case(rows: list[dict], machine: dict) -> list[str]:
+    tokens = sorted({row["tokens"] for row in rows})
+    body = [
         [shape if first else "", name, f"{members[0]['bits']:g}", *(_cell(members, t) for t in tokens), _error(machine, name)]
         for shape, of_shape in _groups(rows, shape_of)
         for first, (name, members) in zip([True] + [False] * len(rows), _groups(of_shape, lambda row: row["name"]))
         if any("seconds" in row for row in members)
     ]
-    columns = [str(t) for t in tokens]
-    return "\n".join(
-        [
-            opening(machine, rows),
-            "",
-            "Times as fast as the fastest peer of the nearest format, by tokens; *slower* in italics:",
-            "",
-            *_table(["hidden, width, experts, top-k", "format", *columns], ahead),
-            "",
-            f"Every case: up to {FEW} tokens GB/s and share of the reader, beyond GFLOP/s and share of the dot-product peak; "
-            "error of a small case against float64:",
-            "",
-            *_table(["hidden, width, experts, top-k", "kernel", "bits", *columns, "error"], every),
-            *_absent(machine),
-        ]
-    )
+    return [
+        f"Up to {FEW} tokens GB/s and share of the reader, beyond GFLOP/s and share of the dot-product peak; error of a small "
+        "case against float64:",
+        "",
+        *_table(["hidden, width, experts, top-k", "kernel", "bits", *map(str, tokens), "error"], body),
+    ]
 
 
 def opening(machine: dict, rows: list[dict]) -> str:
@@ -130,6 +195,14 @@ def _cell(members: list[dict], tokens: int) -> str:
 
 def _error(machine: dict, name: str) -> str:
     return f"{machine['errors'][name]['error']:.1e}" if name in machine["errors"] else "–"
+
+
+def _crashed(rows: list[dict], machine: dict) -> list[str]:
+    found: dict[tuple, str] = {}
+    for row in rows:
+        if row.get("left_out", "").startswith("crashed") and row["name"] not in machine["unfit"]:
+            found.setdefault((row["name"], shape_of(row)), f"{row['name']} at {shape_of(row)}, tokens {row['tokens']} ({row['left_out']})")
+    return ["", "Left out: " + "; ".join(found.values()) + "."] if found else []
 
 
 def _absent(machine: dict) -> list[str]:

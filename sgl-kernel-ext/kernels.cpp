@@ -121,7 +121,7 @@ double lane_peak(int64_t rounds, float* sink) {
 
 // Four tiles of sums from two of activations and two of weights: the peak of tiles.
 template <class T> double tile_peak(int64_t rounds, float* sink) {
-  T::tile_begin();
+  T::tile_begin(16);
   alignas(64) float zeros[256] = {};
   T::template tile_load<4>(zeros, 64);
   T::template tile_load<5>(zeros, 64);

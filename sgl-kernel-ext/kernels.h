@@ -98,6 +98,10 @@ struct Product {
   const uint16_t* const* rows;  // row_count pointers
   int row_count, split;         // row_count is a multiple of split
   uint8_t* scratch;             // of this worker, Kernels::scratch bytes
+  bool tiles_only;              // multiply few rows as many are, so that a row's result does not depend on their number
+  // Codes and scales of the panel that this worker reads after the last one, so that they can be fetched ahead: null
+  // where that is not known.
+  const uint8_t *next_codes = nullptr, *next_scales = nullptr;
 };
 
 struct GateUp {

@@ -16,11 +16,11 @@
 
 namespace check {
 
-// One engine per instruction set, thread count and NUMA nodes, which the machine need not have; more threads than
+// One engine per combination of arguments; the machine need not have the NUMA nodes, and more threads than
 // processors share them.
-inline std::shared_ptr<lk::Engine> engine(const std::string& isa, int threads = 2, const std::vector<int>& nodes = {}) {
-  static std::map<std::tuple<std::string, int, std::vector<int>>, std::shared_ptr<lk::Engine>> made;
-  auto& found = made[{isa, threads, nodes}];
+inline std::shared_ptr<lk::Engine> engine(const std::string& isa, int threads = 2, const std::vector<int>& nodes = {}, bool batch_invariant = false) {
+  static std::map<std::tuple<std::string, int, std::vector<int>, bool>, std::shared_ptr<lk::Engine>> made;
+  auto& found = made[{isa, threads, nodes, batch_invariant}];
   if (found) return found;
   cpu_set_t set;
   CPU_ZERO(&set);
@@ -29,7 +29,7 @@ inline std::shared_ptr<lk::Engine> engine(const std::string& isa, int threads = 
   for (int i = 0; i < CPU_SETSIZE; ++i)
     if (CPU_ISSET(i, &set)) all.push_back(i);
   for (int i = 0; i < threads; ++i) cpus.push_back(all.empty() ? 0 : all[size_t(i) % all.size()]);
-  return found = std::make_shared<lk::Engine>(cpus, isa, true, 50, false, nodes);
+  return found = std::make_shared<lk::Engine>(cpus, isa, true, 50, false, nodes, false, batch_invariant);
 }
 
 inline void pack_part(lk::Experts& experts, int e, lk::Part part, const Weights& w) {

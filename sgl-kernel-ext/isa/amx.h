@@ -13,11 +13,11 @@ struct Amx : Avx512Bf16 {
   }
 
   static void copy_line(void* to, const void* from) { _mm512_store_si512(to, _mm512_loadu_si512(from)); }
-  static void tile_begin() {
+  static void tile_begin(int rows) {
     struct alignas(64) { uint8_t palette = 1, start_row = 0, none[14] = {}; uint16_t row_bytes[16] = {}; uint8_t rows[16] = {}; } config;
     for (int t = 0; t < 8; ++t) {
       config.row_bytes[t] = 64;
-      config.rows[t] = 16;
+      config.rows[t] = uint8_t(t < 6 ? rows : 16);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(config));
   }

@@ -51,7 +51,7 @@ template <class I> constexpr bool kLane = !requires { I::kOwnOrder; };
 // and of another order of sums. shape/tile.h has the loops.
 template <class I>
 concept TileIsa = LaneIsa<I> && requires(typename I::F32 f, typename I::Pairs p, void* to, const void* from) {
-  { I::tile_begin() };                        // before a thread's first tile, and
+  { I::tile_begin(16) };                      // before a thread's first tile, with the rows of tiles 0-5; and
   { I::tile_end() };                          // after its last: what tiles hold is gone
   { I::template tile_zero<0>() };
   { I::template tile_load<0>(from, 64) };     // rows `stride` bytes apart

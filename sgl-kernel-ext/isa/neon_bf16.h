@@ -45,7 +45,7 @@ struct NeonBf16 : Neon {
   static W second_halves(W a, W b) {
     return vreinterpretq_u32_u64(vzip2q_u64(vreinterpretq_u64_u32(a), vreinterpretq_u64_u32(b)));
   }
-  static void tile_begin() {}
+  static void tile_begin(int) {}  // all of a tile's 16 rows may be read and written
   static void tile_end() {}
   template <int T> static void tile_zero() { __builtin_memset(&tiles[T], 0, sizeof tiles[T]); }
   template <int T> static void tile_load(const void* p, ptrdiff_t stride) {

@@ -5,19 +5,20 @@
 struct SoftTiles : Scalar {
   static constexpr bool kOwnOrder = true;
   inline static thread_local uint32_t tiles[8][16][16];
+  inline static thread_local int rows;  // of tiles 0-5
 
   static void copy_line(void* to, const void* from) { __builtin_memcpy(to, from, 64); }
-  static void tile_begin() {}
+  static void tile_begin(int count) { rows = count; }
   static void tile_end() { __builtin_memset(tiles, 0xff, sizeof tiles); }  // NaN: nobody may use them afterwards
   template <int T> static void tile_zero() { __builtin_memset(tiles[T], 0, sizeof tiles[T]); }
   template <int T> static void tile_load(const void* p, ptrdiff_t stride) {
-    for (int r = 0; r < 16; ++r) __builtin_memcpy(tiles[T][r], static_cast<const uint8_t*>(p) + r * stride, 64);
+    for (int r = 0; r < (T < 6 ? rows : 16); ++r) __builtin_memcpy(tiles[T][r], static_cast<const uint8_t*>(p) + r * stride, 64);
   }
   template <int T> static void tile_store(void* p, ptrdiff_t stride) {
-    for (int r = 0; r < 16; ++r) __builtin_memcpy(static_cast<uint8_t*>(p) + r * stride, tiles[T][r], 64);
+    for (int r = 0; r < (T < 6 ? rows : 16); ++r) __builtin_memcpy(static_cast<uint8_t*>(p) + r * stride, tiles[T][r], 64);
   }
   template <int Sums, int Rows, int Weights> LK_CALL static void tile_dot() {
-    for (int m = 0; m < 16; ++m)
+    for (int m = 0; m < rows; ++m)
       for (int n = 0; n < 16; ++n) {
         float sum = from_bits(tiles[Sums][m][n]);
         for (int k = 0; k < 16; ++k) {

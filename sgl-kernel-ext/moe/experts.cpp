@@ -12,7 +12,11 @@
 namespace lk {
 namespace {
 
-constexpr int kTurns = 4;         // parts per worker of a phase
+// Parts per worker of a phase: while weights are read, and where there are so many rows that a part's own reading of
+// them counts; in down, where every part reads all rows, tiles also gather them.
+constexpr int kFewRowsTurns = 8, kManyRowsTurns = 4, kTileTurns = 2;
+constexpr double kTurnBytes = 65536;  // the least of a part: taking one costs up to a microsecond
+constexpr size_t kFetchFirst = 1024;  // bytes fetched of what comes after the barrier: what a core has on its way at once
 constexpr int kMaxTokens = 4096;  // per pass: bounds the workspace, longer batches take several
 constexpr int kAwakeUs = 2000;    // between two tensors of a load; Python needs about a tenth of it
 
@@ -41,8 +45,8 @@ template <class T> const T* at(const void* base, ptrdiff_t bytes) {
 }  // namespace
 
 Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge,
-               const std::vector<int>& nodes, bool place)
-    : kernels_(select_isa(isa)), huge_(huge), place_(place), pool_(std::move(cpus), nodes, bind_each, spin_us),
+               const std::vector<int>& nodes, bool place, bool batch_invariant)
+    : kernels_(select_isa(isa)), huge_(huge), place_(place), batch_invariant_(batch_invariant), pool_(std::move(cpus), nodes, bind_each, spin_us),
       scratch_(kernels_.scratch * size_t(pool_.size()), huge) {
   turns = std::make_unique<Turn[]>(2 * pool_.nodes().size());
   if (!place) return;
@@ -255,24 +259,39 @@ void Experts::load_rows(const Forward& call, int64_t first, int begin, int end) 
   }
 }
 
+// Panel `panel` is what comes after the product's last.
+void Experts::read_next(Product& product, const Panels& panels, int panel) {
+  product.next_codes = panels.codes + size_t(panel) * product.layout->codes;
+  product.next_scales = panels.scales + size_t(panel) * product.layout->scales;
+}
+
+// Parts per worker of a phase that reads `bytes` of every expert.
+int Experts::turns(size_t bytes, int tokens, bool down) const {
+  const int workers = engine_->pool().size();
+  const int most = tokens <= 4 * workers ? kFewRowsTurns : down && engine_->kernels().scratch ? kTileTurns : kManyRowsTurns;
+  return std::clamp(int(engine_->work.schedule.readings() * double(bytes) / workers / kTurnBytes), 1, most);
+}
+
 // body(part, parts) for the parts of the worker's node that are its turn; `each` parts per worker of the node.
 template <class Body> void Experts::take_turns(int worker, int phase, int each, const Body& body) {
   const Pool& pool = engine_->pool();
   const int index = pool.node_of(worker);
   const Node& node = pool.nodes()[size_t(index)];
   auto& next = engine_->turns[size_t(phase) * pool.nodes().size() + size_t(index)].next;
-  for (int part = worker - node.first; part < node.count * each; part = next.fetch_add(1, std::memory_order_relaxed))
-    body(node, part, node.count * each);
+  const int parts = node.count * each;
+  for (int part = worker - node.first; part < parts; part = each > 1 ? next.fetch_add(1, std::memory_order_relaxed) : parts)
+    body(node, part, parts);
 }
 
-void Experts::gate_up(const Forward& call, int worker) {
+void Experts::gate_up(const Forward& call, int tokens, int worker) {
   auto& work = engine_->work;
   const int split = split_of(call);
   const Share& share = share_of(worker);
-  const auto piece = [&](const Schedule::Group& g, int tile, int count) {
+  const auto piece = [&](const Schedule::Group& g, int tile, int count, const Schedule::Group* next) {
     GateUp args;
     args.product = {packed(share, g.expert, false), &up_, share.first_tile + tile, count,
-                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
+                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker), engine_->batch_invariant()};
+    if (next) read_next(args.product, packed(share, next->expert, false), 2 * share.first_tile);
     args.gate_scale = global_[size_t(g.expert) * 3];
     args.up_scale = global_[size_t(g.expert) * 3 + 1];
     args.gate_columns = vector(columns_, g.expert, Part::gate);
@@ -286,22 +305,42 @@ void Experts::gate_up(const Forward& call, int worker) {
     args.sums = coding_.zeros ? down_.depth : 0;
     kernels_.gate_up(args);
   };
-  take_turns(worker, 0, kTurns, [&](const Node&, int part, int parts) { work.schedule.share(part, parts, share.tiles, piece); });
+  take_turns(worker, 0, turns(up_.bytes(up_panels(shape_.width)), tokens, false),
+             [&](const Node&, int part, int parts) { work.schedule.share(part, parts, share.tiles, piece); });
+}
+
+// Panels of down that belong to part `part` of the node.
+Experts::Range Experts::down_part(const Node& node, int part, int each) const {
+  const int panels = panel_count(shape_.hidden);
+  const int64_t at = int64_t(node.first) * each + part, parts = int64_t(engine_->pool().size()) * each;
+  return {int(panels * at / parts), int(panels * (at + 1) / parts)};
+}
+
+int Experts::down_turns(int tokens) const { return turns(down_.bytes(size_t(panel_count(shape_.hidden))), tokens, true); }
+
+// The beginning of what a worker reads first after the barrier, while it waits there.
+void Experts::fetch_down(int tokens, int worker) const {
+  const auto& groups = engine_->work.schedule.groups();
+  const Pool& pool = engine_->pool();
+  const Node& node = pool.nodes()[size_t(pool.node_of(worker))];
+  const Range range = down_part(node, worker - node.first, down_turns(tokens));
+  if (groups.empty() || range.begin == range.end) return;
+  const Panels panels = packed(share_of(worker), groups.front().expert, true);
+  for (size_t i = 0; i < std::min(kFetchFirst, down_.codes); i += 64) __builtin_prefetch(panels.codes + size_t(range.begin) * down_.codes + i);
+  for (size_t i = 0; i < std::min(kFetchFirst, down_.scales); i += 64) __builtin_prefetch(panels.scales + size_t(range.begin) * down_.scales + i);
 }
 
 // A part is some panels of the output, to which the experts are added in ascending order, so a token's sum
 // depends neither on the number of threads nor on the other tokens.
 void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
-  const int panels = panel_count(shape_.hidden), workers = engine_->pool().size();
-  // Tiles gather the rows again for every part.
-  const int each = engine_->kernels().scratch && tokens > kTurns * workers ? kTurns / 2 : kTurns;
+  const int each = down_turns(tokens);
   take_turns(worker, 1, each, [&](const Node& node, int part, int) {
-    const int64_t at = int64_t(node.first) * each + part, parts = int64_t(workers) * each;
-    down_panels(call, first, tokens, worker, int(panels * at / parts), int(panels * (at + 1) / parts));
+    down_panels(call, first, tokens, worker, down_part(node, part, each));
   });
 }
 
-void Experts::down_panels(const Forward& call, int64_t first, int tokens, int worker, int begin, int end) {
+void Experts::down_panels(const Forward& call, int64_t first, int tokens, int worker, Range range) {
+  const auto [begin, end] = range;
   if (begin == end) return;
   auto& work = engine_->work;
   const int split = split_of(call);
@@ -310,7 +349,8 @@ void Experts::down_panels(const Forward& call, int64_t first, int tokens, int wo
   for (const Schedule::Group& g : work.schedule.groups()) {
     Down args;
     args.product = {packed(share_of(worker), g.expert, true), &down_, begin, end - begin,
-                    work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker)};
+                    work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker), engine_->batch_invariant()};
+    if (&g != &work.schedule.groups().back()) read_next(args.product, packed(share_of(worker), (&g + 1)->expert, true), begin);
     args.scale = global_[size_t(g.expert) * 3 + 2];
     args.columns = vector(columns_, g.expert, Part::down);
     args.bias = vector(bias_, g.expert, Part::down);
@@ -370,7 +410,8 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
       load_rows(call, first, tokens * w / pool.size(), tokens * (w + 1) / pool.size());
       pool.barrier();
     }
-    gate_up(call, w);
+    gate_up(call, tokens, w);
+    fetch_down(tokens, w);
     pool.barrier();
     down(call, first, tokens, w);
   });

@@ -22,14 +22,16 @@ enum class Part { gate, up, down };
 class Engine {
  public:
   // `nodes`: see Pool. `place`: they are the machine's, and weights are asked for from them; otherwise memory comes from
-  // where it is first touched.
+  // where it is first touched. `batch_invariant`: a row's result does not depend on the other rows even where matrix
+  // multipliers sum in an order of their own, at the price of speed with few rows.
   Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge,
-         const std::vector<int>& nodes = {}, bool place = false);
+         const std::vector<int>& nodes = {}, bool place = false, bool batch_invariant = false);
 
   const Kernels& kernels() const { return kernels_; }
   Pool& pool() { return pool_; }
   bool huge() const { return huge_; }
   bool places() const { return place_; }
+  bool batch_invariant() const { return batch_invariant_; }
   uint8_t* scratch(int worker) const { return scratch_.data() + kernels_.scratch * size_t(worker); }
   const std::string& unplaced() const { return unplaced_; }  // why memory cannot be taken from a node by name; empty: it can
   std::unique_lock<std::mutex> lock();  // for one call; throws in a forked child, where another thread may hold it for ever
@@ -56,7 +58,7 @@ class Engine {
 
  private:
   const Kernels& kernels_;
-  bool huge_, place_;
+  bool huge_, place_, batch_invariant_;
   Pool pool_;
   Buffer scratch_;  // of the kernels, per worker
   std::string unplaced_;
@@ -118,10 +120,16 @@ class Experts {
   template <class Pack> int64_t each_panel(int expert, Part part, const Pack& pack);
   void pass(const Forward& call, int64_t first, int tokens);
   void load_rows(const Forward& call, int64_t first, int begin, int end);
+  static void read_next(Product& product, const Panels& panels, int panel);
+  int turns(size_t bytes, int tokens, bool down) const;
   template <class Body> void take_turns(int worker, int phase, int each, const Body& body);
-  void gate_up(const Forward& call, int worker);
+  void gate_up(const Forward& call, int tokens, int worker);
   void down(const Forward& call, int64_t first, int tokens, int worker);
-  void down_panels(const Forward& call, int64_t first, int tokens, int worker, int begin, int end);
+  struct Range { int begin, end; };
+  Range down_part(const Node& node, int part, int each) const;
+  int down_turns(int tokens) const;
+  void fetch_down(int tokens, int worker) const;
+  void down_panels(const Forward& call, int64_t first, int tokens, int worker, Range panels);
   void store_row(const Forward& call, int64_t row, int begin, int end);
   int columns(Part part) const { return part == Part::down ? shape_.hidden : shape_.width; }
   size_t vector_at(int expert, Part part) const;

@@ -27,7 +27,8 @@ class Schedule {
   const std::vector<int>& token() const { return token_; }
   const std::vector<float>& weight() const { return weight_; }
 
-  // Share `part` of `parts` of groups x tiles, cut at equal cost: calls piece(group, first_tile, count).
+  // Share `part` of `parts` of groups x tiles, cut at equal cost: calls piece(group, first_tile, count, next), `next`
+  // the group whose first tile comes after the piece, or null.
   template <class Piece> void share(int part, int parts, int tiles, const Piece& piece) const {
     const int64_t total = cost_ * tiles, from = total * part / parts, to = total * (part + 1) / parts;
     int64_t at = 0;
@@ -37,11 +38,14 @@ class Schedule {
         // A tile belongs to the share in which it begins.
         const int first = from <= at ? 0 : int((from - at + each - 1) / each);
         const int last = to >= next ? tiles : int((to - at + each - 1) / each);
-        if (last > first) piece(g, first, last - first);
+        if (last > first) piece(g, first, last - first, to > next && &g != &groups_.back() ? &g + 1 : nullptr);
       }
       at = next;
     }
   }
+
+  // What all groups cost together, in readings of one tile: with one row each, their number.
+  double readings() const { return double(cost_) / double(cost(1)); }
 
  private:
   // Reading a tile's weights costs about as much as multiplying it with this many rows.

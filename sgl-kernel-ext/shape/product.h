@@ -9,15 +9,17 @@
 // the other reads 20-80 % faster than four at once. More rows multiply: then there are enough independent sums to
 // hide the latency of dot2, and few enough to stay in registers (grouped formats keep two sets, the group's sum
 // and the total).
+template <int R> constexpr bool kStreams = R <= 2;
 template <class F, class I> constexpr int panels_for(int rows) {
-  if (rows <= 2) return 1;
+  if (rows <= 2) return 1;  // kStreams
   const int panels = I::kSums / (F::kGroup != 0 ? 2 : 1) / rows;
   return panels >= 4 ? 4 : panels >= 2 ? 2 : 1;
 }
 
-// One step of kStepOf k: blocks are decoded and multiplied with every row.
+// One step of kStepOf k: blocks are decoded and multiplied with every row. `ahead`: what to fetch while one or
+// two rows wait for memory.
 template <class F, class I, int P, int R>
-inline void dot_step(const uint8_t* const (&codes)[P], const uint16_t* const* rows, int at,
+inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, const uint16_t* const* rows, int at,
                      const typename F::template Decoder<I>& decoder, typename I::F32 (&acc)[R][P]) {
   constexpr int kPairs = F::kBlock / 2 * F::kTerms;
 #pragma GCC unroll 16
@@ -25,7 +27,7 @@ inline void dot_step(const uint8_t* const (&codes)[P], const uint16_t* const* ro
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
       typename I::Pairs w[kPairs];
-      I::prefetch(codes[p] + b * 64 + kAhead);
+      I::prefetch((kStreams<R> ? ahead : codes[p] + kAhead) + b * 64);
       decoder.rows(codes[p] + b * 64, w);
 #pragma GCC unroll 4
       for (int j = 0; j < kPairs; ++j)
@@ -50,22 +52,33 @@ inline void add_zero_points(const lk::PanelLayout& layout, const uint8_t* const 
   }
 }
 
+// Where to fetch from while `codes` are multiplied: kAhead further on. Panels of the product end at `end`; behind it
+// begins what the worker reads next, far away, or what is not its own to read.
+inline const uint8_t* codes_ahead(const lk::Product& a, const uint8_t* codes, const uint8_t* end) {
+  if (codes + kAhead < end) return codes + kAhead;
+  return a.next_codes ? a.next_codes + (codes + kAhead - end) : codes;
+}
+
 // Formats with scales sum every step on its own and add it, scaled, to the total: a long group would be one chain of
-// dependent dot2, and their latency would be what one row waits for.
+// dependent dot2, and their latency would be what one row waits for. `end`: the panel behind the product's last.
 template <class F, class I, int P, int R>
-inline void dot_panels(const lk::Product& a, int panel, const uint16_t* const* rows,
+inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows,
                        const typename F::template Decoder<I>& decoder, typename I::F32 (&sums)[R][P]) {
   using F32 = typename I::F32;
   constexpr bool kScaled = F::kGroup != 0;
   const lk::PanelLayout& layout = *a.layout;
   const int group = F::kGroup > 0 ? F::kGroup : layout.group, scale_bytes = lk::kScaleBytes[int(layout.scale)];
   const uint8_t *codes[P], *scales[P], *zeros[P];
+  const uint8_t* const end_of_codes = a.panels.codes + size_t(end) * layout.codes;
 #pragma GCC unroll 8
   for (int p = 0; p < P; ++p) {
     codes[p] = a.panels.codes + size_t(panel + p) * layout.codes;
     scales[p] = a.panels.scales + size_t(panel + p) * layout.scales;
     zeros[p] = a.panels.zeros + size_t(panel + p) * layout.zeros;
   }
+  // The same group of the panel that comes next.
+  size_t to_scales = layout.scales;
+  if (kStreams<R> && panel + 1 == end) to_scales = a.next_scales ? size_t(a.next_scales - scales[0]) : 0;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -76,12 +89,12 @@ inline void dot_panels(const lk::Product& a, int panel, const uint16_t* const* r
     if constexpr (kScaled) {
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
-        I::prefetch(scales[p] + layout.scales);  // the same group of the next panel
+        I::prefetch(scales[p] + (kStreams<R> ? to_scales : layout.scales));
         scale[p] = decoder.scale(layout.scale, scales[p]);
         scales[p] += scale_bytes;
       }
     }
-    const int end = F::kGroup > 0 || begin + group < layout.depth ? begin + group : layout.depth;
+    const int end_of_group = F::kGroup > 0 || begin + group < layout.depth ? begin + group : layout.depth;
     int k = begin;
     do {
       F32 step[R][P];
@@ -92,7 +105,7 @@ inline void dot_panels(const lk::Product& a, int panel, const uint16_t* const* r
           for (int p = 0; p < P; ++p) step[r][p] = I::zero();
       }
       F32(&acc)[R][P] = kScaled ? step : sums;
-      dot_step<F, I, P, R>(codes, rows, k, decoder, acc);
+      dot_step<F, I, P, R>(codes, kStreams<R> ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, k, decoder, acc);
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
         codes[p] += kStepOf<F> / F::kBlock * 64;
@@ -102,10 +115,10 @@ inline void dot_panels(const lk::Product& a, int panel, const uint16_t* const* r
         }
       }
       k += kStepOf<F>;
-    } while (F::kGroup != kStepOf<F> && k < end);
+    } while (F::kGroup != kStepOf<F> && k < end_of_group);
     if constexpr (F::kZeros) {
       if (layout.zeros) {
-        add_zero_points<I, P, R>(layout, zeros, scale, rows, begin, end, sums);
+        add_zero_points<I, P, R>(layout, zeros, scale, rows, begin, end_of_group, sums);
 #pragma GCC unroll 8
         for (int p = 0; p < P; ++p) zeros[p] += lk::kColumns;
       }
@@ -115,13 +128,13 @@ inline void dot_panels(const lk::Product& a, int panel, const uint16_t* const* r
 
 // R rows times N panels, P at a time; adds the parts of split rows and hands every tile on.
 template <class F, class I, int P, int N, int R, class Epilogue>
-inline void block(const lk::Product& a, int panel, int first, const typename F::template Decoder<I>& decoder, const Epilogue& done) {
+inline void block(const lk::Product& a, int panel, int end, int first, const typename F::template Decoder<I>& decoder, const Epilogue& done) {
   typename I::F32 all[R][N];
   for (int r = 0; r < R; r += a.split)
     for (int n = 0; n < N; n += Epilogue::kPanels) done.expect((panel + n) / Epilogue::kPanels, (first + r) / a.split);
   for (int n = 0; n < N; n += P) {
     typename I::F32 sums[R][P];
-    dot_panels<F, I, P, R>(a, panel + n, a.rows + first, decoder, sums);
+    dot_panels<F, I, P, R>(a, panel + n, end, a.rows + first, decoder, sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -136,10 +149,10 @@ inline void block(const lk::Product& a, int panel, int first, const typename F::
 
 // Calls block() with as many template rows as there are rows.
 template <class F, class I, int P, int N, int R, class Epilogue>
-inline void block_of(int rows, const lk::Product& a, int panel, int first, const typename F::template Decoder<I>& decoder,
+inline void block_of(int rows, const lk::Product& a, int panel, int end, int first, const typename F::template Decoder<I>& decoder,
                      const Epilogue& done) {
-  if (rows == R) return block<F, I, P, N, R>(a, panel, first, decoder, done);
-  if constexpr (R > 1) block_of<F, I, P, N, R - 1>(rows, a, panel, first, decoder, done);
+  if (rows == R) return block<F, I, P, N, R>(a, panel, end, first, decoder, done);
+  if constexpr (R > 1) block_of<F, I, P, N, R - 1>(rows, a, panel, end, first, decoder, done);
 }
 
 // All rows over all panels of the range, P side by side; the rest in the epilogue's own step.
@@ -154,8 +167,8 @@ void blocks(const lk::Product& a, const Epilogue& done) {
     const bool whole = panel + N <= end;
     for (int64_t b = 0; b < count; ++b) {
       const int first = int(units * b / count) * a.split, rows = int(units * (b + 1) / count) * a.split - first;
-      if (whole) block_of<F, I, P, N, R>(rows, a, panel, first, decoder, done);
-      else block_of<F, I, kRest, kStep, R>(rows, a, panel, first, decoder, done);
+      if (whole) block_of<F, I, P, N, R>(rows, a, panel, end, first, decoder, done);
+      else block_of<F, I, kRest, kStep, R>(rows, a, panel, end, first, decoder, done);
     }
     panel += whole ? N : kStep;
   }

@@ -120,7 +120,7 @@ template <class F, class I, class Epilogue> class TileProduct {
 #pragma GCC unroll 16
       for (int block = g * kGroupK / F::kBlock; block < (g + 1) * kGroupK / F::kBlock; ++block) {
         typename I::Pairs rows[kRowsOut];
-        I::prefetch(codes + block * 64 + kAhead);
+        I::prefetch(codes_ahead(a_, codes + block * 64, a_.panels.codes + size_t(end_) * layout_.codes));
         decoder_.rows(codes + block * 64, rows);
 #pragma GCC unroll 4
         for (int j = 0; j < kRowsOut; ++j) {
@@ -150,7 +150,9 @@ template <class F, class I, class Epilogue> class TileProduct {
 
   template <int P> void multiply(const Block& b, int which, Ahead& ahead) {
     if (scaled() && b.step == 0) __builtin_memset(scratch_.sums(), 0, size_t(rows_) * kSumStride);
+    const bool last = b.step + b.steps == steps_;
     for (int row = 0; row < rows_; row += 2 * kTileRows) {
+      if (last) expect(b, row);
       if (rows_ - row > kTileRows) multiply_rows<P, 2>(b, which, row, ahead);
       else multiply_rows<P, 1>(b, which, row, ahead);
     }
@@ -236,7 +238,8 @@ template <class F, class I, class Epilogue> class TileProduct {
       if constexpr (kStoredAsUsed) {
         if (row == 0)  // later rows find the weights in the cache
           for (int line = 0; line < kTileBytes; line += 64)
-            for (int p = 0; p < P; ++p) I::prefetch(weights[p] + offset + kAhead + line);
+            for (int p = 0; p < P; ++p)
+              I::prefetch(codes_ahead(a_, weights[p] + offset + line, a_.panels.codes + size_t(end_) * layout_.codes));
       }
       if (term == 0) {
         I::template tile_load<4>(x, 64);
@@ -249,6 +252,13 @@ template <class F, class I, class Epilogue> class TileProduct {
       if constexpr (M == 2) I::template tile_dot<2, 5, 6>();
       if constexpr (P == 2 && M == 2) I::template tile_dot<3, 5, 7>();
     }
+  }
+
+  // What finish() will write for the rows of two tiles.
+  void expect(const Block& b, int row) const {
+    const int end = rows_ - row < 2 * kTileRows ? rows_ : row + 2 * kTileRows;
+    for (int r = row; r < end; r += a_.split)
+      for (int p = 0; p < b.panels; p += Epilogue::kPanels) done_.expect((b.panel + p) / Epilogue::kPanels, (first_ + r) / a_.split);
   }
 
   // All k are summed: split rows become one, and every tile goes to the epilogue.
@@ -274,8 +284,8 @@ template <class F, class I, class Epilogue> class TileProduct {
 // Whether tiles took the product; false: too few rows, or rows too long for the scratch.
 template <class F, class I, class Epilogue> bool tile_product(const lk::Product& a, const Epilogue& done) {
   const int at_once = tile_rows_of(a.layout->depth);
-  if (a.row_count <= kFewRows || at_once == 0) return false;
-  I::tile_begin();
+  if ((a.row_count <= kFewRows && !a.tiles_only) || at_once == 0) return false;
+  I::tile_begin(a.row_count < kTileRows ? a.row_count : kTileRows);
   for (int first = 0; first < a.row_count; first += at_once)
     TileProduct<F, I, Epilogue>(a, done, first, a.row_count - first < at_once ? a.row_count - first : at_once).run();
   I::tile_end();

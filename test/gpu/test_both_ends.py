@@ -15,14 +15,17 @@ from sglang.srt.lk import handover, kernels  # noqa: E402
 
 EXPERTS, HIDDEN, WIDTH, TOP_K = 8, 256, 96, 3
 NAME = "model.layers.3.mlp.experts"
+SMALL = 1e-3  # the random experts make numbers a thousand times as large
 
 
 @pytest.fixture
-def make():
+def make(monkeypatch):
+    """Hand-overs on an engine that gives a row the same bits in any batch: pieces of one are compared with all of it."""
+    monkeypatch.setattr(kernels, "_engine", None)
+    engine = kernels.engine(gpu=True, batch_invariant=True)
     made = []
 
     def build(*, mailbox=True, rows=64, hidden=HIDDEN):
-        engine = kernels.engine(gpu=True)
         sizes = handover.Sizes(rows=rows, hidden=hidden, top_k=TOP_K)
         made.append(handover.Handover(
             sizes=sizes, device=torch.device("cuda"), mailbox=mailbox, cpus=engine.cpus, spin_us=2000
@@ -129,7 +132,7 @@ def test_a_graph_of_many_layers_replays_with_new_rows_every_time(make, mailbox):
     def step():
         y = x
         for i, layer in enumerate(stack):
-            y = hand.forward(layer, y, ids, weights, name=f"layer {i}")
+            y = hand.forward(layer, y, ids, weights, name=f"layer {i}", scale=SMALL)
         return y
 
     step()
@@ -145,8 +148,8 @@ def test_a_graph_of_many_layers_replays_with_new_rows_every_time(make, mailbox):
         graph.replay()
         expected = given[0]
         for layer in stack:
-            expected = layer.forward(expected, *given[1:])
-        assert torch.equal(out.cpu(), expected)
+            expected = layer.forward(expected, *given[1:], scale=SMALL)
+        assert expected.isfinite().all() and torch.equal(out.cpu(), expected)
 
 
 def test_steps_queue_up_behind_each_other_without_waiting_for_the_host(make):

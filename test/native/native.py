@@ -16,13 +16,13 @@ CODINGS = list(reference.CODINGS)
 
 
 @lru_cache(maxsize=None)
-def engine(isa: str = "", threads: int = 2, nodes: tuple[int, ...] = ()):
-    """One engine per instruction set, thread count and NUMA nodes; more threads than cores share them."""
+def engine(isa: str = "", threads: int = 2, nodes: tuple[int, ...] = (), batch_invariant: bool = False):
+    """One engine per combination of arguments; more threads than cores share them."""
     import os
 
     cpus = sorted(os.sched_getaffinity(0))
     spin = 200 if threads <= len(cpus) else 0  # awake workers would keep the others from a core
-    made = ext.Engine([cpus[i % len(cpus)] for i in range(threads)], isa, spin_us=spin, nodes=list(nodes))
+    made = ext.Engine([cpus[i % len(cpus)] for i in range(threads)], isa, spin_us=spin, nodes=list(nodes), batch_invariant=batch_invariant)
     assert not isa or made.isa == isa, "the forced instruction set is not the one that runs"
     return made
 

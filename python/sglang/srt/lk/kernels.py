@@ -21,7 +21,7 @@ from sglang.srt.lk.formats import Packing
 
 logger = logging.getLogger(__name__)
 
-ABI = 2
+ABI = 3
 PARTS = ("gate", "up", "down")
 FLOATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 IDS = {torch.int32: "i32", torch.int64: "i64"}
@@ -75,9 +75,10 @@ def extension() -> ModuleType:
     return sgl_kernel_ext
 
 
-def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False) -> Any:
+def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False, batch_invariant: bool = False) -> Any:
     """This process's engine, on its share of the host's CPUs; the arguments count only the first time. Beside a GPU its
-    workers stay awake for as long as the GPU is likely to work on the rest of a layer or step."""
+    workers stay awake for as long as the GPU is likely to work on the rest of a layer or step. ``batch_invariant``: a row's
+    bits never depend on the other rows, also on ISAs with matrix multipliers."""
     global _engine
     with _engine_lock:
         if _engine is None:
@@ -91,6 +92,7 @@ def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False) -> Any:
                 bind="core" if config.thread_binding == "CPU_CORE" else "node",
                 spin_us=0 if config.power_saving else GPU_SPIN_US if gpu else SPIN_US,
                 huge=config.numa_huge,
+                batch_invariant=batch_invariant,
                 **share.placement(config),
             )
             if _engine.unbound:

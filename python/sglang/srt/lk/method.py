@@ -291,7 +291,9 @@ def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geo
     activation, _ = compat.activation(layer.moe_runner_config)
     rank, ranks = _share_of_host()
     experts = kernels.Experts(
-        kernels.engine(rank=rank, ranks=ranks, gpu=compat.device(_args()) == "cuda"),
+        kernels.engine(
+            rank=rank, ranks=ranks, gpu=compat.device(_args()) == "cuda", batch_invariant=_deterministic()
+        ),
         packing=format.packing(geometry),
         experts=geometry.experts,
         hidden=geometry.hidden,
@@ -306,6 +308,13 @@ def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geo
     )
     _layers[facts.key] = (facts, store)
     return store
+
+
+def _deterministic() -> bool:
+    """``--enable-deterministic-inference``."""
+    from sglang.srt.runtime_context import get_exec
+
+    return get_exec().deterministic.enable_deterministic_inference
 
 
 def _scales_itself(block: torch.nn.Module) -> bool:

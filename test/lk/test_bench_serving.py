@@ -1,6 +1,8 @@
 """Models without weights for ``bench decode`` and ``bench prefill``: their shapes, and what is made of the options."""
 
 import json
+import os
+import sys
 
 import pytest
 
@@ -86,3 +88,19 @@ def test_only_lines_about_hybrid_moe_are_repeated(tmp_path):
     server.log = tmp_path / "log"
     server.log.write_text("start\n  indented\nHybrid MoE: 2 MoE layers\n  model role\n  main cpu\nother\n  indented\n")
     assert server.says() == ["Hybrid MoE: 2 MoE layers", "  model role", "  main cpu"]
+
+
+def test_another_sglang_is_started_with_the_same_flags(tmp_path):
+    said = tmp_path / "said"
+    script = f"import json, sys; json.dump(sys.argv[1:], open({str(said)!r}, 'w'))"
+    with serving.Server({"vocab_size": 9}, ["--one", "2"], os.environ, program=[sys.executable, "-c", script]) as server:
+        with pytest.raises(serving.ServerFailed):
+            server.ready()
+    words = json.loads(said.read_text())
+    assert words[0] == "--model-path" and words[2:4] == ["--load-format", "dummy"] and words[-2:] == ["--one", "2"]
+    assert words[words.index("--port") + 1] == str(server.port)
+
+
+def test_a_row_has_the_middle_of_its_times_and_the_spread_of_its_middle_half():
+    row = serving.row("decode", "m", "bf16", batch=2, prompt=4, times=[0.1, 0.2, 0.2, 0.3], work=2)
+    assert (row.ms, row.tokens_per_s) == pytest.approx((200, 10)) and row.spread == pytest.approx(0.75)

@@ -22,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from sglang.srt.lk.term import table
 MODELS = Path(__file__).with_name("models")
 PATIENCE_S = 1800  # for a start; most of it is upstream's own compiling on the first one
 SHORT = 8  # tokens of the answer that is taken off
+OURS = (sys.executable, "-c", "from sglang.cli.main import main; main()", "serve")
 _FOUR_BITS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
 # The compressed-tensors conventions, for models whose config.json does not say how their experts are written.
 EXPERTS: dict[str, dict[str, Any] | None] = {
@@ -93,9 +94,9 @@ def config_of(name: str, *, experts: str | None, layers: int | None) -> dict[str
 
 
 class Server:
-    """A server of random weights on a free port, and its log."""
+    """A server of random weights on a free port, and its log. ``program``: what starts it, for another SGLang."""
 
-    def __init__(self, config: dict[str, Any], flags: list[str], environ: Mapping[str, str]):
+    def __init__(self, config: dict[str, Any], flags: list[str], environ: Mapping[str, str], program: Sequence[str] = OURS):
         self._folder = tempfile.TemporaryDirectory()
         folder = Path(self._folder.name)
         (folder / "config.json").write_text(json.dumps(config))
@@ -103,7 +104,7 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.log = folder / "server.log"
-        command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-path", str(folder)]
+        command = [*program, "--model-path", str(folder)]
         command += ["--load-format", "dummy", "--skip-tokenizer-init", "--skip-server-warmup", "--disable-radix-cache"]
         command += ["--host", "127.0.0.1", "--port", str(self.port), *flags]
         with self.log.open("wb") as log:
@@ -197,9 +198,14 @@ def run(arguments: Any, environ: Mapping[str, str]) -> Iterator[Row | str]:
                 times, work = decode(server, tokens=arguments.tokens, **rest), batch
             else:
                 times, work = prefill(server, **rest), batch * arguments.prompt
-            low, middle, high = statistics.quantiles(times, n=4)
-            yield Row(arguments.what, name, experts, batch, arguments.prompt, middle * 1e3, work / middle, (high - low) / middle)
+            yield row(arguments.what, name, experts, batch=batch, prompt=arguments.prompt, times=times, work=work)
         yield from [line for line in server.says() if "[decode]" in line][-3:]
+
+
+def row(what: str, model: str, experts: str, *, batch: int, prompt: int, times: list[float], work: int) -> Row:
+    """``work``: the tokens that one of the ``times`` made or read."""
+    low, middle, high = statistics.quantiles(times, n=4)
+    return Row(what, model, experts, batch, prompt, middle * 1e3, work / middle, (high - low) / middle)
 
 
 def lines(rows: list[Row]) -> list[str]:

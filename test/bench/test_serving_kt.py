@@ -1,0 +1,109 @@
+"""The serving comparison with KTransformers without its server: options, the command line, the files of experts."""
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from peers import serving_kt  # noqa: E402
+from peers.cases import Shape  # noqa: E402
+
+SMALL = Shape(256, 128, 6, 2)
+SIZES = {"BF16": 2, "F32": 4, "U8": 1, "F8_E4M3": 1}
+
+
+def options(*words):
+    return serving_kt.parser().parse_args(["--python", "KT/bin/python", *words])
+
+
+def stored(file):
+    """Header and bytes of a safetensors file, read without the library."""
+    data = file.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    return json.loads(data[8 : 8 + size]), data[8 + size :]
+
+
+def test_flags_behind_two_dashes_go_to_the_server_and_batches_have_a_default():
+    given = options("--batch", "2", "--batch", "8", "--", "--attention-backend", "triton")
+    assert given.flags == ["--attention-backend", "triton"] and given.batch == [2, 8]
+    assert serving_kt.batches(options()) == [1, 4]
+
+
+def test_the_server_gets_kts_flags_and_then_the_users():
+    flags = serving_kt.flags(options("--threads", "14", "--method", "FP8", "--", "--kt-num-gpu-experts", "8"), Path("/e"))
+    text = " ".join(flags)
+    assert "--kt-weight-path /e --kt-method FP8 --kt-cpuinfer 14 --kt-threadpool-count 1 --kt-num-gpu-experts 0" in text
+    assert flags[-2:] == ["--kt-num-gpu-experts", "8"]  # of a flag given twice, the last one counts
+
+
+def test_the_other_environment_inherits_nothing_of_this_one():
+    kept = serving_kt.environ({"PYTHONPATH": "a", "PYTHONHOME": "b", "VIRTUAL_ENV": "c", "HOME": "d", "LK_THREADS": "2"})
+    assert kept == {"HOME": "d", "LK_THREADS": "2", "LK_MOE_HYBRID_ENABLED": "0"}
+
+
+@pytest.mark.parametrize("method, names", [
+    ("BF16", {"gate_proj.weight": ("BF16", [128, 256]), "down_proj.weight": ("BF16", [256, 128])}),
+    ("FP8", {"up_proj.weight": ("F8_E4M3", [128, 256]), "up_proj.weight_scale_inv": ("F32", [1, 2])}),
+    ("RAWINT4", {"gate_proj.weight_packed": ("U8", [128, 128]), "down_proj.weight_scale": ("BF16", [256, 4])}),
+    ("MXFP4", {"w1.weight": ("U8", [128, 128]), "w2.scale": ("U8", [256, 4])}),
+])  # fmt: skip
+def test_experts_are_written_as_the_method_reads_them(tmp_path, method, names):
+    serving_kt.write_experts(tmp_path / "a.safetensors", method, SMALL)
+    header, data = stored(tmp_path / "a.safetensors")
+    per_matrix = 1 if method == "BF16" else 2
+    assert len(header) == SMALL.experts * 3 * per_matrix
+    for name, (dtype, shape) in names.items():
+        where = "layers.0.ffn.experts.5." if method == "MXFP4" else "model.layers.0.mlp.experts.5."
+        assert (header[where + name]["dtype"], header[where + name]["shape"]) == (dtype, shape)
+    end = 0
+    for entry in header.values():
+        begin, after = entry["data_offsets"]
+        assert begin == end and after - begin == np.prod(entry["shape"]) * SIZES[entry["dtype"]]
+        end = after
+    assert end == len(data)
+
+
+def test_bytes_are_those_of_the_experts(tmp_path):
+    serving_kt.write_experts(tmp_path / "a.safetensors", "BF16", SMALL)
+    header, data = stored(tmp_path / "a.safetensors")
+    one, again, other = (header[f"model.layers.0.mlp.experts.{index}.up_proj.weight"]["data_offsets"] for index in (1, 1 + serving_kt.DIFFERENT, 2))
+    assert data[slice(*one)] == data[slice(*again)] != data[slice(*other)]
+    values = (np.frombuffer(data[slice(*one)], np.uint16).astype(np.uint32) << 16).view(np.float32)
+    assert np.isfinite(values).all() and values.std() > 0
+
+
+def test_a_config_that_says_its_experts_otherwise_is_refused_by_name():
+    with pytest.raises(ValueError) as error:
+        serving_kt.shape_of({"hidden_size": 8, "num_experts": 4, "num_experts_per_tok": 2}, "gpt")
+    assert str(error.value) == "--model-config gpt: no moe_intermediate_size in it"
+    assert serving_kt.shape_of({"hidden_size": 8, "moe_intermediate_size": 4, "n_routed_experts": 6, "num_experts_per_tok": 2}, "ds") == Shape(8, 4, 6, 2)
+
+
+def test_a_python_without_the_packages_is_said_with_the_servers_log(tmp_path, capsys):
+    fake = tmp_path / "python"
+    fake.write_text("#!/bin/sh\necho no module named kt_kernel\nexit 1\n")
+    fake.chmod(0o755)
+    config = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert serving_kt.main(["--python", str(fake), "--model-config", str(tmp_path)]) == 2
+    assert "no module named kt_kernel" in capsys.readouterr().err
+    assert serving_kt.main(["--python", str(tmp_path / "none"), "--model-config", str(tmp_path)]) == 2
+    assert "none" in capsys.readouterr().err
+
+
+def test_the_modules_of_this_folder_hide_none_of_the_servers():
+    """The server's program lies beside modules called ``formats`` and ``report``."""
+    text = (Path(serving_kt.__file__).parent / "kt_server.py").read_text()
+    head = text.split("from kt_kernel")[0]
+    path = [str(Path(serving_kt.__file__).parent), "/other"]
+    fake = {"__name__": "__main__", "__file__": str(Path(serving_kt.__file__).parent / "kt_server.py")}
+    before, sys.path[:] = sys.path[:], path
+    try:
+        exec(head, fake)
+        assert sys.path == ["/other"]
+    finally:
+        sys.path[:] = before

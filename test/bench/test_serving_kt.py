@@ -1,6 +1,8 @@
 """The serving comparison with KTransformers without its server: options, the command line, the files of experts."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,15 +97,40 @@ def test_a_python_without_the_packages_is_said_with_the_servers_log(tmp_path, ca
     assert "none" in capsys.readouterr().err
 
 
-def test_the_modules_of_this_folder_hide_none_of_the_servers():
-    """The server's program lies beside modules called ``formats`` and ``report``."""
-    text = (Path(serving_kt.__file__).parent / "kt_server.py").read_text()
-    head = text.split("from kt_kernel")[0]
-    path = [str(Path(serving_kt.__file__).parent), "/other"]
-    fake = {"__name__": "__main__", "__file__": str(Path(serving_kt.__file__).parent / "kt_server.py")}
-    before, sys.path[:] = sys.path[:], path
-    try:
-        exec(head, fake)
-        assert sys.path == ["/other"]
-    finally:
-        sys.path[:] = before
+FAKES = {
+    "kt_kernel/__init__.py": "",
+    "kt_kernel/utils/__init__.py": "",
+    "kt_kernel/utils/loader.py": """
+class BF16SafeTensorLoader:
+    def load_experts(self, base_key, device="cpu"):
+        return f"{base_key} to {device}"
+
+class SafeTensorLoader(BF16SafeTensorLoader): ...
+""",
+    "sglang/__init__.py": "",
+    "sglang/srt/__init__.py": "",
+    "sglang/srt/server_args.py": "prepare_server_args = ' '.join\n",
+    "sglang/scheduler.py": """
+import importlib.util
+def run(flags):
+    from kt_kernel.utils.loader import BF16SafeTensorLoader as kind
+    print(flags, "|", kind().load_experts("model.layers.17", device="gpu"), "|", importlib.util.find_spec("formats"), flush=True)
+""",
+    "sglang/launch_server.py": """
+import multiprocessing
+from sglang.scheduler import run
+def run_server(flags):
+    child = multiprocessing.get_context("spawn").Process(target=run, args=(flags,))
+    child.start()
+    child.join()
+""",
+}
+
+
+def test_every_process_of_the_server_reads_layer_0_and_no_module_of_this_folder(tmp_path):
+    for name, text in FAKES.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text.replace("formats", "formats"))
+    program = Path(serving_kt.__file__).parent / "kt_server.py"
+    done = subprocess.run([sys.executable, str(program), "--port", "1"], capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(tmp_path)})
+    assert (done.stdout, done.returncode) == ("--port 1 | model.layers.0 to gpu | None\n", 0), done.stderr

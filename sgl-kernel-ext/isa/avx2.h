@@ -148,5 +148,6 @@ struct Avx2 {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p + 8), bf16_half(a.hi));
   }
   static void prefetch(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T0); }
+  static void prefetch_far(const void* p) { _mm_prefetch(static_cast<const char*>(p), _MM_HINT_T1); }
 };
 static_assert(LaneIsa<Avx2>);

@@ -40,7 +40,8 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
   { I::store_half(bf16, f) };          // F32 -> f16, to nearest even
   { I::store_bf16(bf16, f) };          // round to nearest even
   { I::widen(codes) };                 // 16 bf16 values -> F32
-  { I::prefetch(bytes) };
+  { I::prefetch(bytes) };              // to the first cache; far: to the second
+  { I::prefetch_far(bytes) };
 };
 
 // Instruction sets whose dot2 sums in an order of their own say so with `kOwnOrder`: they satisfy the concept, and

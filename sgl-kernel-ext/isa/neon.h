@@ -160,5 +160,6 @@ struct Neon {
     vst1q_u16(p + 8, vcombine_u16(bf16_bits(x.c), bf16_bits(x.d)));
   }
   static void prefetch(const void* p) { __builtin_prefetch(p); }
+  static void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 };
 static_assert(LaneIsa<Neon>);

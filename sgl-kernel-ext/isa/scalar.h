@@ -124,5 +124,6 @@ struct Scalar {
     }
   }
   static void prefetch(const void* p) { __builtin_prefetch(p); }
+  static void prefetch_far(const void* p) { __builtin_prefetch(p, 0, 2); }
 };
 static_assert(LaneIsa<Scalar>);

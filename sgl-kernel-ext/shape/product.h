@@ -59,10 +59,29 @@ inline const uint8_t* codes_ahead(const lk::Product& a, const uint8_t* codes, co
   return a.next_codes ? a.next_codes + (codes + kAhead - end) : codes;
 }
 
+// While several blocks of rows pass over some panels, the panels after them are fetched, a part during each pass: memory
+// would rest while all but the first block multiply, and the first wait for it. Only bf16 has so many bytes for so
+// few multiplications that it waits at all.
+template <class F> constexpr bool kFetchAhead = F::kBlock == 2 && F::kTerms == 1;
+struct Ahead {
+  const uint8_t* at;
+  int every;    // passes over the panels, so one step of several fetches
+  int due = 1;
+
+  template <class F, class I, int P> void step() {
+    if (--due) return;
+    due = every;
+    constexpr int kBytes = P * (kStepOf<F> / F::kBlock) * 64;
+#pragma GCC unroll 16
+    for (int i = 0; i < kBytes; i += 64) I::prefetch_far(at + i);
+    at += kBytes;
+  }
+};
+
 // Formats with scales sum every step on its own and add it, scaled, to the total: a long group would be one chain of
 // dependent dot2, and their latency would be what one row waits for. `end`: the panel behind the product's last.
 template <class F, class I, int P, int R>
-inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows,
+inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows, Ahead* ahead,
                        const typename F::template Decoder<I>& decoder, typename I::F32 (&sums)[R][P]) {
   using F32 = typename I::F32;
   constexpr bool kScaled = F::kGroup != 0;
@@ -105,6 +124,7 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
           for (int p = 0; p < P; ++p) step[r][p] = I::zero();
       }
       F32(&acc)[R][P] = kScaled ? step : sums;
+      if (kFetchAhead<F> && !kStreams<R> && ahead) ahead->step<F, I, P>();
       dot_step<F, I, P, R>(codes, kStreams<R> ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, k, decoder, acc);
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
@@ -128,13 +148,13 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
 
 // R rows times N panels, P at a time; adds the parts of split rows and hands every tile on.
 template <class F, class I, int P, int N, int R, class Epilogue>
-inline void block(const lk::Product& a, int panel, int end, int first, const typename F::template Decoder<I>& decoder, const Epilogue& done) {
+inline void block(const lk::Product& a, int panel, int end, int first, Ahead* ahead, const typename F::template Decoder<I>& decoder, const Epilogue& done) {
   typename I::F32 all[R][N];
   for (int r = 0; r < R; r += a.split)
     for (int n = 0; n < N; n += Epilogue::kPanels) done.expect((panel + n) / Epilogue::kPanels, (first + r) / a.split);
   for (int n = 0; n < N; n += P) {
     typename I::F32 sums[R][P];
-    dot_panels<F, I, P, R>(a, panel + n, end, a.rows + first, decoder, sums);
+    dot_panels<F, I, P, R>(a, panel + n, end, a.rows + first, ahead, decoder, sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -149,10 +169,10 @@ inline void block(const lk::Product& a, int panel, int end, int first, const typ
 
 // Calls block() with as many template rows as there are rows.
 template <class F, class I, int P, int N, int R, class Epilogue>
-inline void block_of(int rows, const lk::Product& a, int panel, int end, int first, const typename F::template Decoder<I>& decoder,
-                     const Epilogue& done) {
-  if (rows == R) return block<F, I, P, N, R>(a, panel, end, first, decoder, done);
-  if constexpr (R > 1) block_of<F, I, P, N, R - 1>(rows, a, panel, end, first, decoder, done);
+inline void block_of(int rows, const lk::Product& a, int panel, int end, int first, Ahead* ahead,
+                     const typename F::template Decoder<I>& decoder, const Epilogue& done) {
+  if (rows == R) return block<F, I, P, N, R>(a, panel, end, first, ahead, decoder, done);
+  if constexpr (R > 1) block_of<F, I, P, N, R - 1>(rows, a, panel, end, first, ahead, decoder, done);
 }
 
 // All rows over all panels of the range, P side by side; the rest in the epilogue's own step.
@@ -165,12 +185,15 @@ void blocks(const lk::Product& a, const Epilogue& done) {
   const int64_t units = a.row_count / a.split, count = (a.row_count + R - 1) / R;
   for (int panel = a.first * kStep; panel < end;) {
     const bool whole = panel + N <= end;
+    const int next = panel + (whole ? N : kStep);
+    Ahead ahead{next < end ? a.panels.codes + size_t(next) * a.layout->codes : a.next_codes, int(count)};
     for (int64_t b = 0; b < count; ++b) {
       const int first = int(units * b / count) * a.split, rows = int(units * (b + 1) / count) * a.split - first;
-      if (whole) block_of<F, I, P, N, R>(rows, a, panel, end, first, decoder, done);
-      else block_of<F, I, kRest, kStep, R>(rows, a, panel, end, first, decoder, done);
+      Ahead* const fetch = count > 1 && ahead.at ? &ahead : nullptr;
+      if (whole) block_of<F, I, P, N, R>(rows, a, panel, end, first, fetch, decoder, done);
+      else block_of<F, I, kRest, kStep, R>(rows, a, panel, end, first, fetch, decoder, done);
     }
-    panel += whole ? N : kStep;
+    panel = next;
   }
 }
 

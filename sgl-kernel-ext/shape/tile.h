@@ -48,11 +48,11 @@ template <class F, class I, class Epilogue> class TileProduct {
   // The blocks of all panel pairs are one sequence, so that decoding stays ahead over the end of a pair, too.
   void run() {
     Block next = first_block();
-    decode_whole(next, 0);
+    for (int i = 0; i < next.panels * next.steps; ++i) prepare(next, 0, i);
     for (int count = 0; next.panel < end_; ++count) {
       const Block now = next;
       next = after(now);
-      Ahead ahead{*this, next, (count + 1) & 1, next.panel < end_ && !kStoredAsUsed ? next.panels * next.steps : 0,
+      Ahead ahead{*this, next, (count + 1) & 1, next.panel < end_ ? next.panels * next.steps : 0,
                   (rows_ + 2 * kTileRows - 1) / (2 * kTileRows) * now.steps};
       if (now.panels == kPair) multiply<kPair>(now, count & 1, ahead);
       else multiply<1>(now, count & 1, ahead);
@@ -65,14 +65,14 @@ template <class F, class I, class Epilogue> class TileProduct {
   static constexpr int kStepBytes = kTileBytes * F::kTerms;
   struct Block { int panel, panels, step, steps; };
 
-  // Spreads the decoding of the next block over the multiplications of this one.
+  // Spreads the decoding or fetching of the next block over the multiplications of this one.
   struct Ahead {
     TileProduct& product;
     Block block;
     int which, tiles, calls;
     int due = 0, done = 0;  // due: tiles * calls so far, less calls * done
     void some() {
-      for (due += tiles; due >= calls; due -= calls) product.decode(block, which, done++);
+      for (due += tiles; due >= calls; due -= calls) product.prepare(block, which, done++);
     }
   };
 
@@ -107,6 +107,14 @@ template <class F, class I, class Epilogue> class TileProduct {
   }
 
   // Tile `index` of a block: panel by panel, step by step.
+  void prepare(const Block& b, int which, int index) {
+    if constexpr (kStoredAsUsed) {
+      const uint8_t* tile = tiles(b, which, index / b.steps) + size_t(index % b.steps) * kTileBytes;
+      for (int line = 0; line < kTileBytes; line += 64) I::prefetch_far(tile + line);
+    } else {
+      decode(b, which, index);
+    }
+  }
   void decode(const Block& b, int which, int index) {
     const int p = index / b.steps, step = b.step + index % b.steps, panel = b.panel + p;
     const uint8_t* codes = a_.panels.codes + size_t(panel) * layout_.codes + size_t(step) * (lk::kUnit / F::kBlock * 64);
@@ -130,10 +138,6 @@ template <class F, class I, class Epilogue> class TileProduct {
         }
       }
     }
-  }
-  void decode_whole(const Block& b, int which) {
-    if constexpr (!kStoredAsUsed)
-      for (int i = 0; i < b.panels * b.steps; ++i) decode(b, which, i);
   }
 
   // The tiles of panel p of a block.
@@ -235,12 +239,6 @@ template <class F, class I, class Epilogue> class TileProduct {
 #pragma GCC unroll 2
     for (int term = 0; term < F::kTerms; ++term) {
       const size_t offset = size_t(at) * kStepBytes + size_t(term) * kTileBytes;
-      if constexpr (kStoredAsUsed) {
-        if (row == 0)  // later rows find the weights in the cache
-          for (int line = 0; line < kTileBytes; line += 64)
-            for (int p = 0; p < P; ++p)
-              I::prefetch(codes_ahead(a_, weights[p] + offset + line, a_.panels.codes + size_t(end_) * layout_.codes));
-      }
       if (term == 0) {
         I::template tile_load<4>(x, 64);
         if constexpr (M == 2) I::template tile_load<5>(x + below, 64);

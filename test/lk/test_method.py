@@ -22,7 +22,8 @@ def method(monkeypatch):
 
     monkeypatch.setattr(method, "_args", arguments)
     monkeypatch.setattr(method, "_layers", {})
-    monkeypatch.setattr(method, "_layer_count", lambda: None)  # asks a server's own configuration
+    monkeypatch.setattr(method, "_layer_count", lambda: None)  # asks a server's own configuration, as does
+    monkeypatch.setattr(method, "_deterministic", lambda: False)
     monkeypatch.setattr(compat, "_upstream_cpu", lambda: True)
     return method
 
@@ -299,6 +300,24 @@ def test_a_layer_that_was_missed_is_fatal(method, monkeypatch):
     with pytest.raises(Refusal) as caught:
         method.finish(model, is_draft=False)
     assert "1 of 1 MoE layers were built without hybrid MoE" in str(caught.value)
+
+
+@pytest.mark.parametrize("asked", [True, False])
+def test_deterministic_inference_asks_the_engine_for_the_same_bits_in_any_batch(method, monkeypatch, asked):
+    from sglang.srt.lk import kernels
+
+    made = {}
+    monkeypatch.setattr(kernels, "_engine", None)
+    monkeypatch.setattr(method, "_deterministic", lambda: asked)
+    extension = kernels.extension()
+
+    def engine(**options):
+        made.update(options)
+        return extension.Engine(**options)
+
+    monkeypatch.setattr(kernels, "extension", lambda: SimpleNamespace(Engine=engine, Experts=extension.Experts))
+    take_over(method, layers.random_layer(CASES["bf16"]), "bf16")
+    assert made["batch_invariant"] is asked
 
 
 def test_a_layer_that_was_not_loaded_is_fatal(method, monkeypatch):

@@ -5,13 +5,14 @@
 //
 // Panels are the outer loop: all rows pass over a panel while the caches hold it.
 
-// Panels side by side for R rows. One or two rows wait for memory, and memory likes one stream: one panel after
+constexpr bool streams(int rows) { return rows <= 2; }
+
+// Panels side by side for so many rows. One or two rows wait for memory, and memory likes one stream: one panel after
 // the other reads 20-80 % faster than four at once. More rows multiply: then there are enough independent sums to
 // hide the latency of dot2, and few enough to stay in registers (grouped formats keep two sets, the group's sum
 // and the total).
-template <int R> constexpr bool kStreams = R <= 2;
 template <class F, class I> constexpr int panels_for(int rows) {
-  if (rows <= 2) return 1;  // kStreams
+  if (streams(rows)) return 1;
   const int panels = I::kSums / (F::kGroup != 0 ? 2 : 1) / rows;
   return panels >= 4 ? 4 : panels >= 2 ? 2 : 1;
 }
@@ -27,7 +28,7 @@ inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, con
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
       typename I::Pairs w[kPairs];
-      I::prefetch((kStreams<R> ? ahead : codes[p] + kAhead) + b * 64);
+      I::prefetch((streams(R) ? ahead : codes[p] + kAhead) + b * 64);
       decoder.rows(codes[p] + b * 64, w);
 #pragma GCC unroll 4
       for (int j = 0; j < kPairs; ++j)
@@ -97,7 +98,7 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
   }
   // The same group of the panel that comes next.
   size_t to_scales = layout.scales;
-  if (kStreams<R> && panel + 1 == end) to_scales = a.next_scales ? size_t(a.next_scales - scales[0]) : 0;
+  if (streams(R) && panel + 1 == end) to_scales = a.next_scales ? size_t(a.next_scales - scales[0]) : 0;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -108,7 +109,7 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
     if constexpr (kScaled) {
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
-        I::prefetch(scales[p] + (kStreams<R> ? to_scales : layout.scales));
+        I::prefetch(scales[p] + (streams(R) ? to_scales : layout.scales));
         scale[p] = decoder.scale(layout.scale, scales[p]);
         scales[p] += scale_bytes;
       }
@@ -124,8 +125,8 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
           for (int p = 0; p < P; ++p) step[r][p] = I::zero();
       }
       F32(&acc)[R][P] = kScaled ? step : sums;
-      if (kFetchAhead<F> && !kStreams<R> && ahead) ahead->step<F, I, P>();
-      dot_step<F, I, P, R>(codes, kStreams<R> ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, k, decoder, acc);
+      if (kFetchAhead<F> && !streams(R) && ahead) ahead->step<F, I, P>();
+      dot_step<F, I, P, R>(codes, streams(R) ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, k, decoder, acc);
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
         codes[p] += kStepOf<F> / F::kBlock * 64;

@@ -60,6 +60,15 @@ def test_a_sound_machine_is_ready(ext):
     assert len(facts["cpu"]["cpus"]) >= 1
 
 
+@pytest.mark.parametrize("cache, least", [(None, 512), (32 << 20, 512), (300 << 20, 1200)])
+def test_the_reader_goes_over_more_than_the_caches_hold(ext, monkeypatch, cache, least):
+    asked = []
+    monkeypatch.setattr(machine, "l3_bytes", lambda *_: cache)
+    monkeypatch.setattr(double.Engine, "read_gb_per_s", lambda self, megabytes, seconds: asked.append(megabytes) or ext.read)
+    examine()
+    assert asked == [least]
+
+
 def test_missing_instruction_sets_are_named_with_what_they_need(monkeypatch):
     monkeypatch.setitem(sys.modules, doctor.EXTENSION, double.Extension(supported=("scalar", "avx2")))
     report = examine()

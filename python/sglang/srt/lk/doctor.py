@@ -198,7 +198,8 @@ def _read_bandwidth(report: Report, ext, usable: cpus.Cpus, settings: config.Con
             f"memory cannot be taken from a chosen NUMA node ({engine.unplaced}): each node's workers touch theirs first",
             "nothing to do unless a node gets full; in a container: --cap-add SYS_NICE",
         )
-    return engine.read_gb_per_s(megabytes=READ_MEGABYTES, seconds=READ_SECONDS)
+    megabytes = machine.read_megabytes(machine.l3_bytes(usable.cpus) or 0, READ_MEGABYTES)
+    return engine.read_gb_per_s(megabytes=megabytes, seconds=READ_SECONDS)
 
 
 def _look_at_model(report: Report, path: Path, device: str, settings: config.Config, ext) -> None:

@@ -63,6 +63,11 @@ def l3_bytes(cpus: list[int], root: Path = ROOT) -> int | None:
     return sum(seen.values()) or None
 
 
+def read_megabytes(cache_bytes: int, at_least: int) -> int:
+    """What a plain reader must go over, so that no cache of this size serves a part of it worth speaking of."""
+    return max(at_least, 4 * cache_bytes >> 20)
+
+
 @dataclass(frozen=True)
 class Gpus:
     """``driver`` is the version, ``cuda`` whether libcuda.so.1 loads (upstream's GPU imports need it)."""

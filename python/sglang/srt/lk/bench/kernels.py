@@ -195,7 +195,7 @@ def _measure(engine, plan: Plan, layers: list, fmt: str, shape: Shape, batch: in
 
 
 def _machine_now(engine, plan: Plan) -> tuple[float, float]:
-    megabytes = max(READ_MEGABYTES, 4 * cache_bytes(plan.cpus) >> 20)
+    megabytes = machine.read_megabytes(cache_bytes(plan.cpus), READ_MEGABYTES)
     return engine.read_gb_per_s(megabytes=megabytes, seconds=READ_SECONDS), engine.dot_gflop_per_s(seconds=DOT_SECONDS)
 
 

@@ -91,6 +91,9 @@ struct Activation {
 // weights are still read once. Where the layout has zero points, `depth / kSumOf` floats follow a row's values:
 // the sum of every kSumOf of them.
 constexpr int kSumOf = 16;
+// Rows in tiles: kUnit k of kTileRows rows are one kilobyte, row by row, a row tile's steps of k follow each other. The
+// pointer of a row is to its first values.
+constexpr int kTileRows = 16;
 struct Product {
   Panels panels;                // of the matrix
   const PanelLayout* layout;
@@ -99,6 +102,7 @@ struct Product {
   int row_count, split;         // row_count is a multiple of split
   uint8_t* scratch;             // of this worker, Kernels::scratch bytes
   bool tiles_only;              // multiply few rows as many are, so that a row's result does not depend on their number
+  bool in_tiles;                // rows are stored in tiles, as Kernels::tiles asks for
   // Codes and scales of the panel that this worker reads after the last one, so that they can be fetched ahead: null
   // where that is not known.
   const uint8_t *next_codes = nullptr, *next_scales = nullptr;
@@ -112,6 +116,7 @@ struct GateUp {
   const float* input_weight;     // null, or a factor per split row (router weight on the input)
   Activation activation;
   uint16_t* const* out;          // row_count pointers: bf16, 16 values per tile, zero from `width` on
+  bool out_in_tiles;             // rows in tiles
   int width;                     // true values of an output row
   int sums;                      // 0, or where the sums of the output rows begin, in values
 };
@@ -135,6 +140,7 @@ struct Kernels {
   const char* name;
   bool lane;                     // sums in the common order: bit-identical to every other lane ISA
   size_t scratch;                // bytes that a product needs, on a cache line
+  bool (*tiles)(const Product&);  // whether it would like its rows in tiles; it looks at layout, row_count and tiles_only
   FormatKernels format[kFormats];
   // Rows of the caller's to rows of the engine and back; any n. in = high + rest, nearly (float32) or exactly (f16);
   // infinity is the largest bf16 and infinity.

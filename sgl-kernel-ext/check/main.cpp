@@ -20,9 +20,10 @@ namespace check {
 namespace {
 
 struct Shape { int experts, hidden, width, top_k, tokens; };
-// One group, a cut group, odd sizes, every number of rows that a kernel treats apart.
+// One group, a cut group, odd sizes, every number of rows that a kernel treats apart, a depth of several blocks of tiles.
 constexpr Shape kShapes[] = {{4, 32, 16, 2, 1}, {4, 64, 16, 1, 2},   {3, 33, 17, 2, 3},  {2, 127, 31, 2, 4},  {2, 128, 129, 1, 5}, {1, 96, 80, 1, 7},
-                             {2, 160, 48, 1, 8}, {1, 64, 32, 1, 9},  {1, 256, 16, 1, 13}, {2, 288, 33, 2, 20}, {1, 264, 64, 1, 67}, {1, 1, 1, 1, 1}};
+                             {2, 160, 48, 1, 8}, {1, 64, 32, 1, 9},  {1, 256, 16, 1, 13}, {2, 288, 33, 2, 20}, {1, 264, 64, 1, 67}, {1, 1, 1, 1, 1},
+                             {1, 2144, 40, 1, 75}};
 
 lk::Activation activation(lk::Gate gate, float alpha = 1, float limit = 0, bool after = false, float up_bias = 0) {
   lk::Activation a;

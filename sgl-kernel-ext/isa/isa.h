@@ -51,7 +51,8 @@ template <class I> constexpr bool kLane = !requires { I::kOwnOrder; };
 // A matrix multiplier: eight tiles of 16 rows of 64 bytes, by number. On top of a lane instruction set for few rows,
 // and of another order of sums. shape/tile.h has the loops.
 template <class I>
-concept TileIsa = LaneIsa<I> && requires(typename I::F32 f, typename I::Pairs p, void* to, const void* from) {
+concept TileIsa = LaneIsa<I> && requires(typename I::F32 f, typename I::Pairs p, typename I::Pairs& out, const uint8_t* bytes, void* to, const void* from) {
+  { I::kFewRows };                            // up to so many rows product.h is as fast or faster
   { I::tile_begin(16) };                      // before a thread's first tile, with the rows of tiles 0-5; and
   { I::tile_end() };                          // after its last: what tiles hold is gone
   { I::template tile_zero<0>() };
@@ -61,4 +62,6 @@ concept TileIsa = LaneIsa<I> && requires(typename I::F32 f, typename I::Pairs p,
   { I::copy_line(to, from) };                 // 64 bytes, to a cache line
   { I::store_pairs(to, p) };                  // 64 bytes, on a cache line
   { I::scaled(p, f) };                        // both halves times the column's scale, where that is exact
+  { I::exponents(bytes, out) };               // 16 E8M0 scales -> *out for raised(); false: some are beyond 2^-100 .. 2^100
+  { I::raised(p, p) };                        // both halves, of E2M1 or E4M3 codes, times such scales
 };

@@ -5,6 +5,7 @@
 
 struct NeonBf16 : Neon {
   static constexpr bool kOwnOrder = true;
+  static constexpr int kFewRows = 8;  // a tile's 16 rows are always multiplied
 
   using Pair = W;
 
@@ -32,6 +33,26 @@ struct NeonBf16 : Neon {
     return each<Pairs>([](W pair, V s) {
       return vsriq_n_u32(vreinterpretq_u32_f32(vmulq_f32(high(pair), s)), vreinterpretq_u32_f32(vmulq_f32(low(pair), s)), 16);
     }, w, scale);
+  }
+
+  // A power of two is added to the exponents, but not to zero's.
+  static bool exponents(const uint8_t* e8m0, Pairs& out) {
+    const int8x16_t n = vreinterpretq_s8_u8(vsubq_u8(vld1q_u8(e8m0), vdupq_n_u8(127)));
+    // The high byte of a half is n / 2, the low one the last bit of n on top: n << 7.
+    const uint8x16_t highs = vreinterpretq_u8_s8(vshrq_n_s8(n, 1)), lows = vshlq_n_u8(vreinterpretq_u8_s8(n), 7);
+    const uint8x16_t first = vzip1q_u8(lows, highs), second = vzip2q_u8(lows, highs);
+    const auto twice = [](uint8x16_t halves, bool upper) {
+      const uint16x8_t v = vreinterpretq_u16_u8(halves);
+      return vreinterpretq_u32_u16(upper ? vzip2q_u16(v, v) : vzip1q_u16(v, v));
+    };
+    out = {twice(first, false), twice(first, true), twice(second, false), twice(second, true)};
+    return vmaxvq_s8(n) <= 100 && vminvq_s8(n) >= -100;
+  }
+  static Pairs raised(const Pairs& w, const Pairs& exponents) {
+    return each<Pairs>([](W pair, W n) {
+      const uint16x8_t halves = vreinterpretq_u16_u32(pair);
+      return vreinterpretq_u32_u16(vaddq_u16(halves, vandq_u16(vreinterpretq_u16_u32(n), vtstq_u16(halves, vdupq_n_u16(0x7fff)))));
+    }, w, exponents);
   }
 
   // Tiles in memory, in the order of BFMMLA, which multiplies 2 rows x 4 k by 4 k x 2 columns: vector [i][q] of

@@ -48,6 +48,24 @@ struct Scalar {
       r.v[i] = bits(from_bits(w.v[i] << 16) * scale.v[i]) >> 16 | (bits(from_bits(w.v[i] & 0xffff0000u) * scale.v[i]) & 0xffff0000u);
     return r;
   }
+  // A power of two is added to the exponents, but not to zero's.
+  static bool exponents(const uint8_t* e8m0, Pairs& out) {
+    bool all = true;
+    for (int i = 0; i < 16; ++i) {
+      const int n = int(e8m0[i]) - 127;
+      all = all && n >= -100 && n <= 100;
+      out.v[i] = (uint32_t(n) << 7 & 0xffffu) | uint32_t(n) << 23;
+    }
+    return all;
+  }
+  static Pairs raised(const Pairs& w, const Pairs& exponents) {
+    Pairs r;
+    for (int i = 0; i < 16; ++i) {
+      const uint32_t low = w.v[i] & 0xffffu, high = w.v[i] & 0xffff0000u;
+      r.v[i] = (low & 0x7fffu ? (low + exponents.v[i]) & 0xffffu : low) | (high & 0x7fff0000u ? high + (exponents.v[i] & 0xffff0000u) : high);
+    }
+    return r;
+  }
   static Pair broadcast(const uint16_t* a) { return {from_bits(uint32_t(a[1]) << 16), from_bits(uint32_t(a[0]) << 16)}; }
   LK_CALL static F32 dot2(F32 acc, Pair a, const Pairs& w) {
     return each([&](int i) {

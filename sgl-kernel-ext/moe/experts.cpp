@@ -13,8 +13,8 @@ namespace lk {
 namespace {
 
 // Parts per worker of a phase: while weights are read, and where there are so many rows that a part's own reading of
-// them counts; in down, where every part reads all rows, tiles also gather them.
-constexpr int kFewRowsTurns = 8, kManyRowsTurns = 4, kTileTurns = 2;
+// them counts. Tiles read rows the fastest, and in down every part reads all of them.
+constexpr int kFewRowsTurns = 8, kManyRowsTurns = 4, kTileTurns[] = {8, 2};
 constexpr double kTurnBytes = 65536;  // the least of a part: taking one costs up to a microsecond
 constexpr size_t kFetchFirst = 1024;  // bytes fetched of what comes after the barrier: what a core has on its way at once
 constexpr int kMaxTokens = 4096;  // per pass: bounds the workspace, longer batches take several
@@ -268,11 +268,19 @@ void Experts::read_next(Product& product, const Panels& panels, int panel) {
 // Parts per worker of a phase that reads `bytes` of every expert.
 int Experts::turns(size_t bytes, int tokens, bool down) const {
   const int workers = engine_->pool().size();
-  const int most = tokens <= 4 * workers ? kFewRowsTurns : down && engine_->kernels().scratch ? kTileTurns : kManyRowsTurns;
+  const int most = tokens <= 4 * workers ? kFewRowsTurns : engine_->kernels().scratch ? kTileTurns[down] : kManyRowsTurns;
   return std::clamp(int(engine_->work.schedule.readings() * double(bytes) / workers / kTurnBytes), 1, most);
 }
 
-// body(part, parts) for the parts of the worker's node that are its turn; `each` parts per worker of the node.
+// Where part `part` of a node's work begins, of 1. The parts of a worker's later turns are smaller, so that all end at about
+// the same time although the first take few turns.
+double Experts::part_begin(const Node& node, int part, int each) {
+  const auto before = [&](int turn) { return 1.0 - double((each - turn) * (each - turn)) / (each * each); };
+  const int turn = part / node.count;
+  return before(turn) + (before(turn + 1) - before(turn)) * (part % node.count) / node.count;
+}
+
+// body(part) for the parts of the worker's node that are its turn; `each` parts per worker of the node.
 template <class Body> void Experts::take_turns(int worker, int phase, int each, const Body& body) {
   const Pool& pool = engine_->pool();
   const int index = pool.node_of(worker);
@@ -280,7 +288,7 @@ template <class Body> void Experts::take_turns(int worker, int phase, int each, 
   auto& next = engine_->turns[size_t(phase) * pool.nodes().size() + size_t(index)].next;
   const int parts = node.count * each;
   for (int part = worker - node.first; part < parts; part = each > 1 ? next.fetch_add(1, std::memory_order_relaxed) : parts)
-    body(node, part, parts);
+    body(node, part);
 }
 
 void Experts::gate_up(const Forward& call, int tokens, int worker) {
@@ -290,7 +298,7 @@ void Experts::gate_up(const Forward& call, int tokens, int worker) {
   const auto piece = [&](const Schedule::Group& g, int tile, int count, const Schedule::Group* next) {
     GateUp args;
     args.product = {packed(share, g.expert, false), &up_, share.first_tile + tile, count,
-                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker), engine_->batch_invariant()};
+                    work.x_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker), engine_->batch_invariant(), false};
     if (next) read_next(args.product, packed(share, next->expert, false), 2 * share.first_tile);
     args.gate_scale = global_[size_t(g.expert) * 3];
     args.up_scale = global_[size_t(g.expert) * 3 + 1];
@@ -300,20 +308,23 @@ void Experts::gate_up(const Forward& call, int tokens, int worker) {
     args.up_bias = vector(bias_, g.expert, Part::up);
     args.input_weight = call.weight_on_input ? work.schedule.weight().data() + g.begin : nullptr;
     args.activation = activation_;
-    args.out = work.act_out.data() + g.begin * split;
+    args.out = work.act_rows.data() + g.begin * split;
+    args.out_in_tiles = act_in_tiles((g.end - g.begin) * split);
     args.width = shape_.width;
     args.sums = coding_.zeros ? down_.depth : 0;
     kernels_.gate_up(args);
   };
-  take_turns(worker, 0, turns(up_.bytes(up_panels(shape_.width)), tokens, false),
-             [&](const Node&, int part, int parts) { work.schedule.share(part, parts, share.tiles, piece); });
+  const int each = turns(up_.bytes(up_panels(shape_.width)), tokens, false);
+  take_turns(worker, 0, each, [&](const Node& node, int part) {
+    work.schedule.share(part_begin(node, part, each), part_begin(node, part + 1, each), share.tiles, piece);
+  });
 }
 
 // Panels of down that belong to part `part` of the node.
 Experts::Range Experts::down_part(const Node& node, int part, int each) const {
-  const int panels = panel_count(shape_.hidden);
-  const int64_t at = int64_t(node.first) * each + part, parts = int64_t(engine_->pool().size()) * each;
-  return {int(panels * at / parts), int(panels * (at + 1) / parts)};
+  const Share& share = share_of(node.first);
+  const auto begin = [&](int p) { return share.first_panel + int(share.panels * part_begin(node, p, each)); };
+  return {begin(part), begin(part + 1)};
 }
 
 int Experts::down_turns(int tokens) const { return turns(down_.bytes(size_t(panel_count(shape_.hidden))), tokens, true); }
@@ -334,7 +345,7 @@ void Experts::fetch_down(int tokens, int worker) const {
 // depends neither on the number of threads nor on the other tokens.
 void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
   const int each = down_turns(tokens);
-  take_turns(worker, 1, each, [&](const Node& node, int part, int) {
+  take_turns(worker, 1, each, [&](const Node& node, int part) {
     down_panels(call, first, tokens, worker, down_part(node, part, each));
   });
 }
@@ -348,8 +359,9 @@ void Experts::down_panels(const Forward& call, int64_t first, int tokens, int wo
     memset(work.out.data() + (size_t(t) * size_t(out_stride_) + size_t(begin) * kColumns) * 4, 0, size_t(end - begin) * kColumns * 4);
   for (const Schedule::Group& g : work.schedule.groups()) {
     Down args;
-    args.product = {packed(share_of(worker), g.expert, true), &down_, begin, end - begin,
-                    work.act_rows.data() + g.begin * split, (g.end - g.begin) * split, split, engine_->scratch(worker), engine_->batch_invariant()};
+    const int rows = (g.end - g.begin) * split;
+    args.product = {packed(share_of(worker), g.expert, true), &down_, begin, end - begin, work.act_rows.data() + g.begin * split,
+                    rows, split, engine_->scratch(worker), engine_->batch_invariant(), act_in_tiles(rows)};
     if (&g != &work.schedule.groups().back()) read_next(args.product, packed(share_of(worker), (&g + 1)->expert, true), begin);
     args.scale = global_[size_t(g.expert) * 3 + 2];
     args.columns = vector(columns_, g.expert, Part::down);
@@ -374,6 +386,41 @@ void Experts::store_row(const Forward& call, int64_t row, int begin, int end) {
   for (int c = 0; c < end - begin; ++c) out[c] = from[c] * call.scale;
 }
 
+bool Experts::act_in_tiles(int rows) const {
+  Product product{};
+  product.layout = &down_;
+  product.row_count = rows;
+  product.tiles_only = engine_->batch_invariant();
+  return engine_->kernels().tiles(product);
+}
+
+// Where every row's activations go: side by side, or in the tiles that down would otherwise gather in every part.
+void Experts::place_activations(int split) {
+  auto& work = engine_->work;
+  const auto& groups = work.schedule.groups();
+  const auto bytes = [&](int rows) {
+    return act_in_tiles(rows) ? size_t(round_up(rows, kTileRows)) * size_t(down_.depth) * 2 : size_t(rows) * size_t(act_stride_) * 2;
+  };
+  size_t all = 0;
+  for (const Schedule::Group& g : groups) all += bytes((g.end - g.begin) * split);
+  work.act.reserve(all, engine_->huge());
+  const int written = round_up(shape_.width, kColumns), padded = down_.depth;
+  uint8_t* to = work.act.data();
+  for (const Schedule::Group& g : groups) {
+    const int rows = (g.end - g.begin) * split;
+    const bool tiled = act_in_tiles(rows);
+    for (int r = 0; r < rows; ++r) {
+      uint16_t* const row = tiled ? at<uint16_t>(to, (ptrdiff_t(r / kTileRows) * down_.depth * kTileRows + r % kTileRows * kUnit) * 2)
+                                  : at<uint16_t>(to, ptrdiff_t(r) * act_stride_ * 2);
+      work.act_rows[size_t(g.begin * split + r)] = row;
+      if (padded == written) continue;
+      memset(row + (tiled ? written / kUnit * kTileRows * kUnit + written % kUnit : written), 0, size_t(padded - written) * 2);
+      if (coding_.zeros) memset(row + padded + written / kSumOf * 2, 0, size_t(padded - written) / kSumOf * sizeof(float));
+    }
+    to += bytes(rows);
+  }
+}
+
 void Experts::pass(const Forward& call, int64_t first, int tokens) {
   auto& work = engine_->work;
   const bool huge = engine_->huge();
@@ -382,25 +429,15 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
   const size_t slots = token.size(), split = size_t(split_of(call));
   work.x.reserve(size_t(tokens) * split * size_t(x_stride_) * 2, huge);
   work.out.reserve(size_t(tokens) * size_t(out_stride_) * 4, huge);
-  work.act.reserve(slots * split * size_t(act_stride_) * 2, huge);
   work.x_rows.resize(slots * split);
   work.act_rows.resize(slots * split);
-  work.act_out.resize(slots * split);
   work.out_rows.resize(slots);
-  const int written = round_up(shape_.width, kColumns), padded = down_.depth;
   for (size_t i = 0; i < slots; ++i) {
     work.out_rows[i] = at<float>(work.out.data(), ptrdiff_t(token[i]) * out_stride_ * 4);
-    for (size_t part = 0; part < split; ++part) {
-      const size_t row = i * split + part;
-      uint16_t* act = at<uint16_t>(work.act.data(), ptrdiff_t(row) * act_stride_ * 2);
-      work.x_rows[row] = at<uint16_t>(work.x.data(), ptrdiff_t(size_t(token[i]) * split + part) * x_stride_ * 2);
-      work.act_rows[row] = work.act_out[row] = act;
-      if (padded > written) {
-        memset(act + written, 0, size_t(padded - written) * 2);
-        if (coding_.zeros) memset(act + padded + written / kSumOf * 2, 0, size_t(padded - written) / kSumOf * sizeof(float));
-      }
-    }
+    for (size_t part = 0; part < split; ++part)
+      work.x_rows[i * split + part] = at<uint16_t>(work.x.data(), ptrdiff_t(size_t(token[i]) * split + part) * x_stride_ * 2);
   }
+  place_activations(int(split));
   Pool& pool = engine_->pool();
   const bool together = tokens >= 4 * pool.size();  // few rows: the caller alone is faster than a barrier
   if (!together) load_rows(call, first, 0, tokens);

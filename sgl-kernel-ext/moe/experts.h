@@ -43,8 +43,8 @@ class Engine {
   struct Workspace {
     Schedule schedule;
     Buffer x, act, out;
-    std::vector<const uint16_t*> x_rows, act_rows;
-    std::vector<uint16_t*> act_out;
+    std::vector<const uint16_t*> x_rows;
+    std::vector<uint16_t*> act_rows;
     std::vector<float*> out_rows;
   } work;
 
@@ -119,9 +119,12 @@ class Experts {
   Matrix matrix(const Share& share, int expert, Part part) const;
   template <class Pack> int64_t each_panel(int expert, Part part, const Pack& pack);
   void pass(const Forward& call, int64_t first, int tokens);
+  bool act_in_tiles(int rows) const;
+  void place_activations(int split);
   void load_rows(const Forward& call, int64_t first, int begin, int end);
   static void read_next(Product& product, const Panels& panels, int panel);
   int turns(size_t bytes, int tokens, bool down) const;
+  static double part_begin(const Node& node, int part, int each);
   template <class Body> void take_turns(int worker, int phase, int each, const Body& body);
   void gate_up(const Forward& call, int tokens, int worker);
   void down(const Forward& call, int64_t first, int tokens, int worker);

@@ -27,10 +27,10 @@ class Schedule {
   const std::vector<int>& token() const { return token_; }
   const std::vector<float>& weight() const { return weight_; }
 
-  // Share `part` of `parts` of groups x tiles, cut at equal cost: calls piece(group, first_tile, count, next), `next`
-  // the group whose first tile comes after the piece, or null.
-  template <class Piece> void share(int part, int parts, int tiles, const Piece& piece) const {
-    const int64_t total = cost_ * tiles, from = total * part / parts, to = total * (part + 1) / parts;
+  // The share of groups x tiles from `begin` to `end` of 1, measured by cost: calls piece(group, first_tile, count, next),
+  // `next` the group whose first tile comes after the piece, or null.
+  template <class Piece> void share(double begin, double end, int tiles, const Piece& piece) const {
+    const int64_t total = cost_ * tiles, from = int64_t(double(total) * begin), to = int64_t(double(total) * end);
     int64_t at = 0;
     for (const Group& g : groups_) {
       const int64_t each = cost(g.end - g.begin), next = at + each * tiles;

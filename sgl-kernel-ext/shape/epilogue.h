@@ -66,7 +66,7 @@ template <class I> struct GateUpEpilogue {
   static constexpr int kPanels = 2;  // panels that belong together
   const lk::GateUp& args;
 
-  void expect(int tile, int row) const { I::prefetch(args.out[row * args.product.split] + tile * lk::kColumns); }
+  void expect(int tile, int row) const { I::prefetch(place(row * args.product.split, tile)); }
   void operator()(int tile, int row, const F32* sums) const {
     using M = Maths<I>;
     const lk::Activation& a = args.activation;
@@ -89,24 +89,30 @@ template <class I> struct GateUpEpilogue {
     if (limited) up = I::max(I::set1(-a.limit), I::min(I::set1(a.limit), up));
     const F32 y = I::mul(gate, I::add(up, I::set1(a.up_bias)));
     const int split = args.product.split;
-    uint16_t* out = args.out[row * split] + tile * lk::kColumns;
+    uint16_t* out = place(row * split, tile);
     I::store_bf16(out, split == 2 ? M::finite(y) : y);
     if (split == 2) {
       const F32 rest = I::fma(I::widen(out), I::set1(-1.0f), y);
-      I::store_bf16(args.out[row * 2 + 1] + tile * lk::kColumns, rest);
-      finish(args.out[row * 2 + 1], tile);
+      I::store_bf16(place(row * 2 + 1, tile), rest);
+      finish(row * 2 + 1, tile);
     }
-    finish(args.out[row * split], tile);
+    finish(row * split, tile);
   }
 
  private:
   // Padding is zero, which it is not by itself where the input is infinite. A tile is as wide as a sum.
-  void finish(uint16_t* row, int tile) const {
+  void finish(int row, int tile) const {
     static_assert(lk::kSumOf == lk::kColumns);
     const int real = args.width - tile * lk::kColumns;
+    uint16_t* const out = place(row, tile);
     if (real < lk::kColumns)
-      for (int c = real; c < lk::kColumns; ++c) row[tile * lk::kColumns + c] = 0;
-    if (args.sums) reinterpret_cast<float*>(row + args.sums)[tile] = Maths<I>::sum(I::widen(row + tile * lk::kColumns));
+      for (int c = real; c < lk::kColumns; ++c) out[c] = 0;
+    if (args.sums) reinterpret_cast<float*>(args.out[row] + args.sums)[tile] = Maths<I>::sum(I::widen(out));
+  }
+  // Where a row's values of a tile of sums are; two of those are one tile of rows.
+  uint16_t* place(int row, int tile) const {
+    static_assert(lk::kUnit == 2 * lk::kColumns);
+    return args.out[row] + (args.out_in_tiles ? tile / 2 * lk::kTileRows * lk::kUnit + tile % 2 * lk::kColumns : tile * lk::kColumns);
   }
 };
 

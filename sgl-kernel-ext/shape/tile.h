@@ -2,29 +2,33 @@
 // of k ahead of the multiplications, and every tile is used for all rows. The sums of 32 rows and two panels stay in
 // four tiles over a block. Another order of summation than product.h, so results agree with it within rounding only.
 //
+// Multiplying tiles leaves most of a core idle. So all else happens a little at a time between the products: decoding or
+// fetching the weights that come next, fetching the rows that come next, and the epilogue of the rows before.
+//
 // Scales: what is exact in bf16 (powers of two, E4M3 times E2M1: F::kFold) is multiplied into the decoded weights.
 // Other group scales are applied in float32 to the sums of a run of k that shares them.
 
-constexpr int kTileRows = 16, kTileBytes = 1024, kPair = 2;  // a tile: 16 rows of 64 bytes; panels side by side
-constexpr int kMostSteps = 16;                               // steps of kUnit k in a block: two panels are 32 KB, an L1
-constexpr int kMostTileRows = 512;                           // rows that share one decoding
-constexpr size_t kActivationBytes = size_t(1) << 20;         // of the rows that are gathered, about half an L2
-constexpr int kFewRows = 8;                                  // up to here product.h is as fast or faster
+using lk::kTileRows;
+constexpr int kTileBytes = 1024, kPair = 2;  // a tile: 16 rows of 64 bytes; panels side by side
+constexpr int kMostSteps = 64;               // steps of kUnit k that are decoded at a time: two panels are 128 KB
+constexpr int kMostTileRows = 512;           // rows that share one decoding
+constexpr size_t kActivationBytes = size_t(1) << 20;  // of the rows that are gathered, about half an L2
+constexpr int kExpectRows = 2;               // ahead of the epilogue; long before, an L1 would have lost them again
 
 template <class I> constexpr bool kTiles = TileIsa<I>;
 
 struct TileScratch {
-  static constexpr size_t kWeights = size_t(kPair) * kMostSteps * 2 * kTileBytes;  // one block; f16 has two terms
-  static constexpr size_t kSums = size_t(kMostTileRows) * kPair * lk::kColumns * sizeof(float);
+  static constexpr size_t kWeights = size_t(kPair) * kMostSteps * kTileBytes;  // one block
+  static constexpr size_t kSums = size_t(kMostTileRows) * kPair * lk::kColumns * sizeof(float);  // of a pair of panels
   static constexpr size_t kRun = size_t(2 * kTileRows) * kPair * lk::kColumns * sizeof(float);
   static constexpr size_t kGroupSums = kActivationBytes / 2 / lk::kUnit * sizeof(float);  // groups x rows at most
-  static constexpr size_t kBytes = kActivationBytes + 2 * kWeights + kSums + kRun + kGroupSums;
+  static constexpr size_t kBytes = kActivationBytes + 2 * kWeights + 2 * kSums + kRun + kGroupSums;
   uint8_t* base;
 
   uint8_t* weights(int which) const { return base + kActivationBytes + size_t(which) * kWeights; }
-  float* sums() const { return reinterpret_cast<float*>(base + kActivationBytes + 2 * kWeights); }
-  float* run() const { return reinterpret_cast<float*>(base + kActivationBytes + 2 * kWeights + kSums); }
-  float* group_sums() const { return reinterpret_cast<float*>(base + kActivationBytes + 2 * kWeights + kSums + kRun); }
+  float* sums(int which) const { return reinterpret_cast<float*>(base + kActivationBytes + 2 * kWeights + size_t(which) * kSums); }
+  float* run() const { return sums(2); }
+  float* group_sums() const { return run() + kRun / sizeof(float); }
 };
 
 // Rows that fit the gathered activations; fewer than two tiles' worth: the depth is beyond this shape.
@@ -33,55 +37,69 @@ inline int tile_rows_of(int depth) {
   return int(fit < kMostTileRows ? fit : kMostTileRows) / (2 * kTileRows) * (2 * kTileRows);
 }
 
+// Some items spread evenly over some calls.
+struct Pace {
+  int items, calls;
+  int due = 0, done = 0;  // due: items * calls so far, less calls * done
+
+  template <class Item> void some(const Item& item) {
+    if (done == items) return;
+    for (due += items; due >= calls && done < items; due -= calls, ++done) item();
+  }
+  template <class Item> void rest(const Item& item) {
+    for (; done < items; ++done) item();
+  }
+};
+
 // Rows of one expert (at most kMostTileRows) times a range of panels.
 template <class F, class I, class Epilogue> class TileProduct {
  public:
   TileProduct(const lk::Product& a, const Epilogue& done, int first, int rows)
       : a_(a), layout_(*a.layout), done_(done), scratch_{a.scratch}, first_(first), rows_(rows),
-        end_((a.first + a.count) * Epilogue::kPanels), steps_(layout_.depth / lk::kUnit),
+        end_((a.first + a.count) * Epilogue::kPanels), steps_(layout_.depth / lk::kUnit), row_pairs_((rows + 2 * kTileRows - 1) / (2 * kTileRows)),
         // Equal blocks, so that none is short.
         block_steps_((steps_ + blocks() - 1) / blocks()) {
-    gather();
+    if (!a.in_tiles) gather();
     if (F::kZeros && layout_.zeros) sum_groups();
   }
 
   // The blocks of all panel pairs are one sequence, so that decoding stays ahead over the end of a pair, too.
   void run() {
     Block next = first_block();
-    for (int i = 0; i < next.panels * next.steps; ++i) prepare(next, 0, i);
+    prepare(next, 0, 1);
+    ahead_.rest([&] { prepare_next(); });
     for (int count = 0; next.panel < end_; ++count) {
       const Block now = next;
       next = after(now);
-      Ahead ahead{*this, next, (count + 1) & 1, next.panel < end_ ? next.panels * next.steps : 0,
-                  (rows_ + 2 * kTileRows - 1) / (2 * kTileRows) * now.steps};
-      if (now.panels == kPair) multiply<kPair>(now, count & 1, ahead);
-      else multiply<1>(now, count & 1, ahead);
-      if (now.step + now.steps == steps_) finish(now);
+      prepare(next, (count + 1) & 1, row_pairs_ * now.steps);
+      if (now.step == 0) which_sums_ ^= 1;
+      if (now.panels == kPair) multiply<kPair>(now, count & 1);
+      else multiply<1>(now, count & 1);
     }
+    finish_rest();
   }
 
  private:
   static constexpr bool kStoredAsUsed = F::kBlock == 2 && F::kTerms == 1;  // bf16 codes are tiles
-  static constexpr int kStepBytes = kTileBytes * F::kTerms;
+  static constexpr int kStepBytes = kTileBytes * F::kTerms, kMostBlock = kMostSteps / F::kTerms;
+  static constexpr int kStepCodes = lk::kUnit / F::kBlock * 64;
+  static constexpr int kGroupK = F::kGroup > 0 ? F::kGroup : lk::kUnit, kFoldBytes = F::kFold ? 16 : 0;  // of a group's scales
+  static constexpr size_t step_scales() { return size_t(lk::kUnit / kGroupK) * kFoldBytes; }
   struct Block { int panel, panels, step, steps; };
 
-  // Spreads the decoding or fetching of the next block over the multiplications of this one.
-  struct Ahead {
-    TileProduct& product;
-    Block block;
-    int which, tiles, calls;
-    int due = 0, done = 0;  // due: tiles * calls so far, less calls * done
-    void some() {
-      for (due += tiles; due >= calls; due -= calls) product.prepare(block, which, done++);
-    }
-  };
-
-  int blocks() const { return (steps_ + kMostSteps - 1) / kMostSteps; }
+  bool last() const { return first_ + rows_ == a_.row_count; }
+  int blocks() const { return kStoredAsUsed ? 1 : (steps_ + kMostBlock - 1) / kMostBlock; }
   Block at(int panel, int step) const {
-    return {panel, end_ - panel < kPair ? 1 : kPair, step, steps_ - step < block_steps_ ? steps_ - step : block_steps_};
+    return {panel, end_ - panel == 1 ? 1 : kPair, step, steps_ - step < block_steps_ ? steps_ - step : block_steps_};
   }
   Block first_block() const { return at(a_.first * Epilogue::kPanels, 0); }
-  Block after(const Block& b) const { return b.step + b.steps < steps_ ? at(b.panel, b.step + b.steps) : at(b.panel + b.panels, 0); }
+  // Behind the last panel it is the first block of what comes next, which has as many panels.
+  Block after(const Block& b) const {
+    if (b.step + b.steps < steps_) return at(b.panel, b.step + b.steps);
+    Block next = at(b.panel + b.panels, 0);
+    if (next.panel == end_) next.panels = first_block().panels;
+    return next;
+  }
 
   // Rows to tiles: kUnit k of 16 rows are one kilobyte, a row's steps follow each other. Tiles read in place would
   // touch a line in each of 32 distant rows per step, which neither the TLB nor the prefetchers like: 2-3 times slower.
@@ -91,6 +109,10 @@ template <class F, class I, class Epilogue> class TileProduct {
       const uint8_t* from = reinterpret_cast<const uint8_t*>(a_.rows[first_ + r]);
       for (int s = 0; s < steps_; ++s) I::copy_line(to + size_t(s) * kTileBytes, from + size_t(s) * 64);
     }
+  }
+  const uint8_t* row_tile(int row) const {
+    if (a_.in_tiles) return reinterpret_cast<const uint8_t*>(a_.rows[first_ + row]);
+    return scratch_.base + size_t(row / kTileRows) * steps_ * kTileBytes;
   }
 
   // The sum of every group of a row, for the zero points.
@@ -106,35 +128,65 @@ template <class F, class I, class Epilogue> class TileProduct {
     }
   }
 
-  // Tile `index` of a block: panel by panel, step by step.
-  void prepare(const Block& b, int which, int index) {
-    if constexpr (kStoredAsUsed) {
-      const uint8_t* tile = tiles(b, which, index / b.steps) + size_t(index % b.steps) * kTileBytes;
-      for (int line = 0; line < kTileBytes; line += 64) I::prefetch_far(tile + line);
-    } else {
-      decode(b, which, index);
-    }
+  // Done with every step of the multiplication.
+  void meanwhile() {
+    ahead_.some([&] { prepare_next(); });
+    behind_.some([&] { finish_next(); });
   }
-  void decode(const Block& b, int which, int index) {
-    const int p = index / b.steps, step = b.step + index % b.steps, panel = b.panel + p;
-    const uint8_t* codes = a_.panels.codes + size_t(panel) * layout_.codes + size_t(step) * (lk::kUnit / F::kBlock * 64);
-    const uint8_t* scales = a_.panels.scales + size_t(panel) * layout_.scales;
-    uint8_t* out = scratch_.weights(which) + size_t(p * kMostSteps + index % b.steps) * kStepBytes;
-    constexpr int kRowsOut = F::kBlock / 2 * F::kTerms, kGroupK = F::kGroup > 0 ? F::kGroup : lk::kUnit;
+
+  // Decodes or fetches the weights of a block, tile by tile, over `calls` calls. Behind the last panel only codes that
+  // are used as they are can be fetched.
+  void prepare(const Block& b, int which, int calls) {
+    const bool beyond = b.panel == end_;
+    ahead_ = {beyond && !(kStoredAsUsed && last() && a_.next_codes) ? 0 : b.panels * b.steps, calls};
+    const uint8_t* codes = beyond ? a_.next_codes : a_.panels.codes + size_t(b.panel) * layout_.codes;
+    ahead_codes_ = codes + size_t(b.step) * kStepCodes;
+    ahead_scales_ = a_.panels.scales + size_t(b.panel) * layout_.scales + size_t(b.step) * step_scales();
+    ahead_tile_ = scratch_.weights(which);
+    ahead_block_ = b;
+    ahead_step_ = 0;
+  }
+  void prepare_next() {
+    if constexpr (kStoredAsUsed) {
+#pragma GCC unroll 16
+      for (int line = 0; line < kTileBytes; line += 64) I::prefetch_far(ahead_codes_ + line);
+    } else {
+      decode();
+    }
+    ahead_codes_ += kStepCodes;
+    ahead_scales_ += step_scales();
+    ahead_tile_ += kStepBytes;
+    if (++ahead_step_ < ahead_block_.steps) return;
+    ahead_step_ = 0;
+    ahead_codes_ += layout_.codes - size_t(ahead_block_.steps) * kStepCodes;
+    ahead_scales_ += layout_.scales - size_t(ahead_block_.steps) * step_scales();
+    ahead_tile_ += size_t(kMostBlock - ahead_block_.steps) * kStepBytes;
+  }
+
+  // One tile (f16: two, whose sum the weights are).
+  void decode() {
+    constexpr int kRowsOut = F::kBlock / 2 * F::kTerms, kGroupBlocks = kGroupK / F::kBlock;
+    const uint8_t* const end_of_codes = a_.panels.codes + size_t(end_) * layout_.codes;
 #pragma GCC unroll 4
     for (int g = 0; g < lk::kUnit / kGroupK; ++g) {
+      const uint8_t* scales = ahead_scales_ + g * kFoldBytes;
       typename I::F32 scale;
-      if constexpr (F::kFold) scale = decoder_.scale(layout_.scale, scales + (step * (lk::kUnit / kGroupK) + g) * lk::kScaleBytes[int(layout_.scale)]);
+      typename I::Pairs exponents;
+      bool power = false;
+      if constexpr (F::kFold) {
+        power = layout_.scale == lk::Scale::e8m0 && I::exponents(scales, exponents);
+        if (!power) scale = decoder_.scale(layout_.scale, scales);
+      }
 #pragma GCC unroll 16
-      for (int block = g * kGroupK / F::kBlock; block < (g + 1) * kGroupK / F::kBlock; ++block) {
+      for (int block = g * kGroupBlocks; block < (g + 1) * kGroupBlocks; ++block) {
         typename I::Pairs rows[kRowsOut];
-        I::prefetch(codes_ahead(a_, codes + block * 64, a_.panels.codes + size_t(end_) * layout_.codes));
-        decoder_.rows(codes + block * 64, rows);
+        I::prefetch(codes_ahead(a_, ahead_codes_ + block * 64, end_of_codes));
+        decoder_.rows(ahead_codes_ + block * 64, rows);
 #pragma GCC unroll 4
         for (int j = 0; j < kRowsOut; ++j) {
           const int row = block * (F::kBlock / 2) + j / F::kTerms, term = j % F::kTerms;
-          if constexpr (F::kFold) rows[j] = I::scaled(rows[j], scale);
-          I::store_pairs(out + term * kTileBytes + row * 64, rows[j]);
+          if constexpr (F::kFold) rows[j] = power ? I::raised(rows[j], exponents) : I::scaled(rows[j], scale);
+          I::store_pairs(ahead_tile_ + term * kTileBytes + row * 64, rows[j]);
         }
       }
     }
@@ -142,51 +194,54 @@ template <class F, class I, class Epilogue> class TileProduct {
 
   // The tiles of panel p of a block.
   const uint8_t* tiles(const Block& b, int which, int p) const {
-    if constexpr (kStoredAsUsed) return a_.panels.codes + size_t(b.panel + p) * layout_.codes + size_t(b.step) * kTileBytes;
-    return scratch_.weights(which) + size_t(p * kMostSteps) * kStepBytes;
+    if constexpr (kStoredAsUsed) return a_.panels.codes + size_t(b.panel + p) * layout_.codes;
+    return scratch_.weights(which) + size_t(p * kMostBlock) * kStepBytes;
   }
-  float* sums(int row, int p) const { return scratch_.sums() + (size_t(row) * kPair + size_t(p)) * lk::kColumns; }
+  float* sums(int row, int p) const { return scratch_.sums(which_sums_) + (size_t(row) * kPair + size_t(p)) * lk::kColumns; }
   static constexpr ptrdiff_t kSumStride = kPair * lk::kColumns * sizeof(float);
 
   // Scales that are not folded, where the layout has them.
   static constexpr bool kMayScale = F::kGroup == kOpen && F::kTerms == 1;
   bool scaled() const { return kMayScale && layout_.scale != lk::Scale::none; }
 
-  template <int P> void multiply(const Block& b, int which, Ahead& ahead) {
-    if (scaled() && b.step == 0) __builtin_memset(scratch_.sums(), 0, size_t(rows_) * kSumStride);
-    const bool last = b.step + b.steps == steps_;
+  template <int P> void multiply(const Block& b, int which) {
+    if (scaled() && b.step == 0) __builtin_memset(sums(0, 0), 0, size_t(rows_) * kSumStride);
     for (int row = 0; row < rows_; row += 2 * kTileRows) {
-      if (last) expect(b, row);
-      if (rows_ - row > kTileRows) multiply_rows<P, 2>(b, which, row, ahead);
-      else multiply_rows<P, 1>(b, which, row, ahead);
+      if (rows_ - row > kTileRows) multiply_rows<P, 2>(b, which, row);
+      else multiply_rows<P, 1>(b, which, row);
     }
   }
 
-  template <int P, int M> void multiply_rows(const Block& b, int which, int row, Ahead& ahead) {
-    const uint8_t* weights[P];
+  template <int P, int M> void multiply_rows(const Block& b, int which, int row) {
+    const bool whole = b.step + b.steps == steps_;
+    const uint8_t *weights[P], *x[M];
     for (int p = 0; p < P; ++p) weights[p] = tiles(b, which, p);
-    if constexpr (kMayScale) {
-      if (scaled()) return multiply_runs<P, M>(b, weights, row, ahead);
+    for (int m = 0; m < M; ++m) x[m] = row_tile(row + m * kTileRows);
+    if (kMayScale && scaled()) {
+      if constexpr (kMayScale) multiply_runs<P, M>(b, weights, x, row);
+    } else {
+      if (b.step == 0) clear<P, M>();
+      else load_sums<P, M>(sums(row, 0));
+      for (int s = 0; s < b.steps; ++s) {
+        step<P, M>(weights, s, x, b.step + s);
+        meanwhile();
+      }
+      store_sums<P, M>(sums(row, 0));
     }
-    if (b.step == 0) clear<P, M>();
-    else load_sums<P, M>(sums(row, 0));
-    for (int s = 0; s < b.steps; ++s) {
-      step<P, M>(weights, s, row, b.step + s);
-      ahead.some();
-    }
-    store_sums<P, M>(sums(row, 0));
+    finish_rest();
+    if (whole) finish_later(b, row);
   }
 
   // Runs of k under one scale: summed in tiles, then added in float32.
-  template <int P, int M> void multiply_runs(const Block& b, const uint8_t* const (&weights)[P], int row, Ahead& ahead) {
+  template <int P, int M> void multiply_runs(const Block& b, const uint8_t* const (&weights)[P], const uint8_t* const (&x)[M], int row) {
     const int per_group = layout_.group / lk::kUnit, end = b.step + b.steps;
     for (int s = b.step; s < end;) {
       const int group = s / per_group, until = (group + 1) * per_group < end ? (group + 1) * per_group : end;
       const bool opens = s == group * per_group;
       clear<P, M>();
       for (; s < until; ++s) {
-        step<P, M>(weights, s - b.step, row, s);
-        ahead.some();
+        step<P, M>(weights, s - b.step, x, s);
+        meanwhile();
       }
       store_sums<P, M>(scratch_.run());
       const int some = rows_ - row < M * kTileRows ? rows_ - row : M * kTileRows;
@@ -231,61 +286,79 @@ template <class F, class I, class Epilogue> class TileProduct {
     if constexpr (M == 2) I::template tile_store<2>(to + kTileRows * kPair * lk::kColumns, kSumStride);
     if constexpr (P == 2 && M == 2) I::template tile_store<3>(to + (kTileRows * kPair + 1) * lk::kColumns, kSumStride);
   }
-  // kUnit k of M row tiles and P panels: `at` in the block, `s` in the depth. Loads first, then products: loads do
-  // not overlap with products that wait for the same tiles.
-  template <int P, int M> void step(const uint8_t* const (&weights)[P], int at, int row, int s) {
-    const size_t below = size_t(steps_) * kTileBytes;  // from a row tile to the next
-    const uint8_t* x = scratch_.base + size_t(row / kTileRows) * below + size_t(s) * kTileBytes;
+  // kUnit k of M row tiles and P panels: `at` in the block, `s` in the depth.
+  template <int P, int M> static void step(const uint8_t* const (&weights)[P], int at, const uint8_t* const (&x)[M], int s) {
 #pragma GCC unroll 2
     for (int term = 0; term < F::kTerms; ++term) {
       const size_t offset = size_t(at) * kStepBytes + size_t(term) * kTileBytes;
-      if (term == 0) {
-        I::template tile_load<4>(x, 64);
-        if constexpr (M == 2) I::template tile_load<5>(x + below, 64);
-      }
+      if (term == 0) I::template tile_load<4>(x[0] + size_t(s) * kTileBytes, 64);
       I::template tile_load<6>(weights[0] + offset, 64);
       if constexpr (P == 2) I::template tile_load<7>(weights[P - 1] + offset, 64);
       I::template tile_dot<0, 4, 6>();
       if constexpr (P == 2) I::template tile_dot<1, 4, 7>();
-      if constexpr (M == 2) I::template tile_dot<2, 5, 6>();
-      if constexpr (P == 2 && M == 2) I::template tile_dot<3, 5, 7>();
-    }
-  }
-
-  // What finish() will write for the rows of two tiles.
-  void expect(const Block& b, int row) const {
-    const int end = rows_ - row < 2 * kTileRows ? rows_ : row + 2 * kTileRows;
-    for (int r = row; r < end; r += a_.split)
-      for (int p = 0; p < b.panels; p += Epilogue::kPanels) done_.expect((b.panel + p) / Epilogue::kPanels, (first_ + r) / a_.split);
-  }
-
-  // All k are summed: split rows become one, and every tile goes to the epilogue.
-  void finish(const Block& b) {
-    for (int r = 0; r < rows_; r += a_.split) {
-      typename I::F32 all[kPair];
-      for (int p = 0; p < b.panels; ++p) {
-        all[p] = I::load(sums(r, p));
-        if (a_.split == 2) all[p] = I::add(all[p], I::load(sums(r + 1, p)));
+      if constexpr (M == 2) {
+        if (term == 0) I::template tile_load<5>(x[M - 1] + size_t(s) * kTileBytes, 64);
+        I::template tile_dot<2, 5, 6>();
+        if constexpr (P == 2) I::template tile_dot<3, 5, 7>();
       }
-      for (int p = 0; p < b.panels; p += Epilogue::kPanels) done_((b.panel + p) / Epilogue::kPanels, (first_ + r) / a_.split, &all[p]);
     }
+  }
+
+  // All k of some rows are summed: split rows become one, and every tile goes to the epilogue.
+  void finish_later(const Block& b, int row) {
+    const int some = rows_ - row < 2 * kTileRows ? rows_ - row : 2 * kTileRows;
+    behind_ = {some / a_.split, b.steps};
+    behind_panel_ = b.panel;
+    behind_panels_ = b.panels;
+    behind_row_ = (first_ + row) / a_.split;
+    behind_sums_ = sums(row, 0);
+    for (int i = 0; i < kExpectRows && i < behind_.items; ++i) expect(behind_row_ + i);
+  }
+  void expect(int row) const {
+    for (int p = 0; p < behind_panels_; p += Epilogue::kPanels) done_.expect((behind_panel_ + p) / Epilogue::kPanels, row);
+  }
+  void finish_next() {
+    if (behind_.done + kExpectRows < behind_.items) expect(behind_row_ + kExpectRows);
+    if (Epilogue::kPanels == kPair || behind_panels_ == kPair) finish<kPair>();
+    else finish<Epilogue::kPanels>();
+    ++behind_row_;
+    behind_sums_ += size_t(a_.split) * kPair * lk::kColumns;
+  }
+  template <int P> [[gnu::flatten]] void finish() {
+    typename I::F32 all[P];
+#pragma GCC unroll 2
+    for (int p = 0; p < P; ++p) {
+      all[p] = I::load(behind_sums_ + p * lk::kColumns);
+      if (a_.split == 2) all[p] = I::add(all[p], I::load(behind_sums_ + (kPair + p) * lk::kColumns));
+    }
+#pragma GCC unroll 2
+    for (int p = 0; p < P; p += Epilogue::kPanels) done_((behind_panel_ + p) / Epilogue::kPanels, behind_row_, &all[p]);
+  }
+  void finish_rest() {
+    behind_.rest([&] { finish_next(); });
   }
 
   const lk::Product& a_;
   const lk::PanelLayout& layout_;
   const Epilogue& done_;
   const TileScratch scratch_;
-  const int first_, rows_, end_, steps_, block_steps_;
+  const int first_, rows_, end_, steps_, row_pairs_, block_steps_;
   const typename F::template Decoder<I> decoder_{};
+  Pace ahead_{0, 1}, behind_{0, 1};
+  Block ahead_block_{};
+  const uint8_t *ahead_codes_ = nullptr, *ahead_scales_ = nullptr;
+  uint8_t* ahead_tile_ = nullptr;
+  const float* behind_sums_ = nullptr;
+  int ahead_step_ = 0, behind_row_ = 0, behind_panel_ = 0, behind_panels_ = 0, which_sums_ = 0;
 };
 
-// Whether tiles took the product; false: too few rows, or rows too long for the scratch.
-template <class F, class I, class Epilogue> bool tile_product(const lk::Product& a, const Epilogue& done) {
+// Whether tiles take a product: not with few rows, nor with rows too long for the scratch.
+template <class I> bool takes_tiles(const lk::Product& a) { return (a.row_count > I::kFewRows || a.tiles_only) && tile_rows_of(a.layout->depth); }
+
+template <class F, class I, class Epilogue> void tile_product(const lk::Product& a, const Epilogue& done) {
   const int at_once = tile_rows_of(a.layout->depth);
-  if ((a.row_count <= kFewRows && !a.tiles_only) || at_once == 0) return false;
   I::tile_begin(a.row_count < kTileRows ? a.row_count : kTileRows);
   for (int first = 0; first < a.row_count; first += at_once)
     TileProduct<F, I, Epilogue>(a, done, first, a.row_count - first < at_once ? a.row_count - first : at_once).run();
   I::tile_end();
-  return true;
 }

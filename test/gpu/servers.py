@@ -32,7 +32,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Way:
-    """One way to serve: environment and flags."""
+    """One way to serve: environment and flags, in which ``{model}`` is the model's folder."""
 
     name: str
     environ: dict = field(default_factory=dict)
@@ -47,6 +47,14 @@ FUNCTIONS = Way("cpu, host functions", {"LK_HF_MBOX": "0"})
 MIXED = Way("mixed", {"LK_GPU_RESIDENT_MOE_LAYERS": "0,2"})
 TP = Way("cpu, two GPUs", flags=("--tp-size", "2"))
 MIXED_TP = Way("mixed, two GPUs", {"LK_GPU_RESIDENT_MOE_LAYERS": "1"}, flags=("--tp-size", "2"))
+# The model drafts for itself, so every draft is right.
+SPECULATION = (
+    "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}", "--speculative-num-steps", "3",
+    "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4",
+)  # fmt: skip
+DRAFTS_CPU = Way("speculation", flags=SPECULATION)
+DRAFTS_RESIDENT = Way("speculation, draft resident", {"LK_GPU_RESIDENT_MOE_LAYERS_SPEC": "0-3"}, flags=SPECULATION)
+DRAFTS_EAGER = Way("speculation, no graphs", flags=(*SPECULATION, "--disable-cuda-graph"))
 
 
 @dataclass
@@ -67,11 +75,14 @@ class Server:
 
     def tokens(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         """Greedy tokens of prompts sent as one batch."""
+        return [answer["output_ids"] for answer in self.answers(prompts, count)]
+
+    def answers(self, prompts: list[list[int]], count: int) -> list[dict]:
         sampling = {"temperature": 0, "max_new_tokens": count, "ignore_eos": True}
         status, data = ask(self.port, "POST", "/generate", {"input_ids": prompts, "sampling_params": sampling})
         if status != 200:
             raise RuntimeError(f"{self.way.name}: status {status}: {data[:300]!r}")
-        return [answer["output_ids"] for answer in json.loads(data)]
+        return json.loads(data)
 
     def tail(self, size: int = 3000) -> str:
         return self.log.read_text(errors="replace")[-size:]
@@ -95,7 +106,8 @@ def start(way: Way, model: Path, folder: Path, *, threads: int = 2) -> Server:
     command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-path", str(model)]
     more = os.environ.get("GPU_SERVE_FLAGS", "").split()
     log = folder / f"{way.name.replace(', ', '-').replace(' ', '-')}.log"
-    process = processes.start([*command, *FLAGS, *more, *way.flags, "--port", str(port)], log=log, environ=environ, folder=folder)
+    flags = [flag.format(model=model) for flag in way.flags]
+    process = processes.start([*command, *FLAGS, *more, *flags, "--port", str(port)], log=log, environ=environ, folder=folder)
     return Server(way, process, port, log)
 
 

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 
 import pytest
@@ -46,6 +47,18 @@ def test_fewer_layers_shorten_what_is_listed_per_layer():
 def test_experts_can_be_written_in_four_bits(experts, form):
     c = serving.config_of("qwen3-30b-a3b", experts=experts, layers=None)
     assert c["quantization_config"]["format"] == form and "lm_head" in c["quantization_config"]["ignore"]
+
+
+def test_only_routed_experts_are_written_in_four_bits():
+    """Layer 0 of GLM-4.7-Flash is dense, and its matrices have the experts' names."""
+    ignore = serving.config_of("glm-4.7-flash", experts="mxfp4", layers=None)["quantization_config"]["ignore"]
+    patterns = [entry.removeprefix("re:") for entry in ignore if entry.startswith("re:")]
+    ignored = lambda name: any(re.match(pattern, name) for pattern in patterns)
+    layer = "model.layers.0."
+    for name in ("mlp.gate_up_proj", "mlp.down_proj", "mlp.up_proj", "mlp.gate", "self_attn.o_proj", "mlp.shared_experts.up_proj"):
+        assert ignored(layer + name), name
+    for name in ("mlp.experts", "mlp.experts.0.gate_proj", "mlp.experts.7.down_proj"):
+        assert not ignored(layer + name), name
 
 
 @pytest.mark.parametrize("call, text", [

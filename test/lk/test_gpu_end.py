@@ -54,6 +54,13 @@ def test_a_layer_is_known_by_everything_that_changes_its_result(hand):
     assert [(layer["dtype"], layer["scale"]) for layer in hand.native.added][:4] == [("bf16", 1.0), ("f16", 1.0), ("bf16", 1.0), ("bf16", 2.5)]
 
 
+def test_a_draft_layer_of_the_same_name_keeps_its_own_experts(hand):
+    way = ("model.layers.0", torch.bfloat16, 8, 1.0, False)
+    draft = SimpleNamespace(hidden=2048, width=768, native="the draft's")
+    assert [hand._layer(experts, *way).number for experts in (EXPERTS, draft, EXPERTS)] == [0, 1, 0]
+    assert [layer["experts"] for layer in hand.native.added] == ["experts", "the draft's"]
+
+
 def test_a_request_is_never_larger_than_one_pass_of_the_engine_and_a_slow_one_is_given_time(hand):
     layer = hand._layer(EXPERTS, "model.layers.0", torch.bfloat16, 8, 1.0, False)
     assert layer.capacity == handover.MOST_ROWS

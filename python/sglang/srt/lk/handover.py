@@ -185,7 +185,8 @@ class Handover:
     def _layer(
         self, experts: kernels.Experts, name: str, dtype: torch.dtype, top_k: int, scale: float, weight_on_input: bool
     ) -> "_Layer":
-        key = (name, dtype, top_k, scale, weight_on_input)
+        # Not the name: a draft model's layers may be called as the main model's are.
+        key = (experts.native, dtype, top_k, scale, weight_on_input)
         found = self._layers.get(key)
         if found is None:
             flops = 6 * top_k * experts.hidden * experts.width

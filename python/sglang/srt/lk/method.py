@@ -139,8 +139,8 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
 def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
     """The method for one layer: upstream's own for a resident layer, ours for every other."""
     args, config = _args(), boot.current()
-    name = prefix or f"MoE layer {layer.layer_id}"
     is_draft = _is_draft(layer)
+    name = "draft model's " * is_draft + (prefix or f"MoE layer {layer.layer_id}")
     if all(key.is_draft != is_draft for key in _layers):
         count = None if is_draft else _layer_count()
         roles.check_list(config, device=compat.device(args), layer_count=count, draft=_draft_kind(args) if is_draft else None)

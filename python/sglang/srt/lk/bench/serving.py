@@ -41,7 +41,8 @@ EXPERTS: dict[str, dict[str, Any] | None] = {
     "mxfp4": {"format": "mxfp4-pack-quantized", "weights": {**_FOUR_BITS, "strategy": "group", "group_size": 32}},
     "nvfp4": {"format": "nvfp4-pack-quantized", "weights": {**_FOUR_BITS, "strategy": "tensor_group", "group_size": 16}},
 }
-IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*mlp[.]gate$", "re:.*shared_expert.*"]
+# All but the routed experts; a dense layer's matrices are called like theirs.
+IGNORED = ["lm_head", "re:.*self_attn.*", "re:.*linear_attn.*", "re:.*mlp[.](gate|(gate|up|gate_up|down)_proj)$", "re:.*shared_expert.*"]
 
 
 class ServerFailed(RuntimeError):

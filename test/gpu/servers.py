@@ -16,6 +16,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 ROOT = Path(__file__).resolve().parents[2]
 sys.path += [str(ROOT), str(ROOT / "test" / "serving")]
 
@@ -32,7 +34,7 @@ FLAGS = (
 
 @dataclass(frozen=True)
 class Way:
-    """One way to serve: environment and flags, in which ``{model}`` is the model's folder."""
+    """One way to serve: environment and flags."""
 
     name: str
     environ: dict = field(default_factory=dict)
@@ -47,14 +49,12 @@ FUNCTIONS = Way("cpu, host functions", {"LK_HF_MBOX": "0"})
 MIXED = Way("mixed", {"LK_GPU_RESIDENT_MOE_LAYERS": "0,2"})
 TP = Way("cpu, two GPUs", flags=("--tp-size", "2"))
 MIXED_TP = Way("mixed, two GPUs", {"LK_GPU_RESIDENT_MOE_LAYERS": "1"}, flags=("--tp-size", "2"))
-# The model drafts for itself, so every draft is right.
-SPECULATION = (
-    "--speculative-algorithm", "STANDALONE", "--speculative-draft-model-path", "{model}", "--speculative-num-steps", "3",
-    "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4",
-)  # fmt: skip
-DRAFTS_CPU = Way("speculation", flags=SPECULATION)
-DRAFTS_RESIDENT = Way("speculation, draft resident", {"LK_GPU_RESIDENT_MOE_LAYERS_SPEC": "0-3"}, flags=SPECULATION)
-DRAFTS_EAGER = Way("speculation, no graphs", flags=(*SPECULATION, "--disable-cuda-graph"))
+NEXTN = ("--speculative-algorithm", "NEXTN", "--speculative-num-steps", "3", "--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", "4")
+NGRAM = ("--speculative-algorithm", "NGRAM", "--speculative-num-draft-tokens", "8")
+DRAFTS_CPU = Way("drafts on the CPU", flags=NEXTN)
+DRAFTS_RESIDENT = Way("drafts resident", {"LK_GPU_RESIDENT_MOE_LAYERS_MTP": "0"}, NEXTN)
+DRAFTS_EAGER = Way("drafts without graphs", flags=(*NEXTN, "--disable-cuda-graph"))
+LOOKED_UP = Way("drafts from n-grams", flags=NGRAM)
 
 
 @dataclass
@@ -106,8 +106,7 @@ def start(way: Way, model: Path, folder: Path, *, threads: int = 2) -> Server:
     command = [sys.executable, "-c", "from sglang.cli.main import main; main()", "serve", "--model-path", str(model)]
     more = os.environ.get("GPU_SERVE_FLAGS", "").split()
     log = folder / f"{way.name.replace(', ', '-').replace(' ', '-')}.log"
-    flags = [flag.format(model=model) for flag in way.flags]
-    process = processes.start([*command, *FLAGS, *more, *flags, "--port", str(port)], log=log, environ=environ, folder=folder)
+    process = processes.start([*command, *FLAGS, *more, *way.flags, "--port", str(port)], log=log, environ=environ, folder=folder)
     return Server(way, process, port, log)
 
 
@@ -116,6 +115,7 @@ def serve(ways: list[Way], folder: Path, *, threads: int = 2):
     """All of them, started together; those that did not come up are None, and their logs say why."""
     model = folder / "recite"
     recite.make("bf16", model)
+    add_draft(model / "model.safetensors")
     servers = [start(way, model, folder, threads=threads) for way in ways]
     try:
         with ThreadPoolExecutor(len(servers)) as pool:
@@ -124,6 +124,22 @@ def serve(ways: list[Way], folder: Path, *, threads: int = 2):
     finally:
         for server in servers:
             processes.end_tree(server.process)
+
+
+def add_draft(file: Path) -> None:
+    """A draft layer (MTP) that guesses badly: the last layer once more, behind the hidden state. Without speculative
+    decoding nobody reads it."""
+    tensors = recite.read(file)
+    last = "model.layers.3."
+    tensors |= {name.replace(last, "mtp.layers.0."): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    norm = tensors["model.norm.weight"]
+    hidden = norm.data.size
+    one = np.uint16(0x3F80)
+    tensors["mtp.norm.weight"] = norm
+    tensors["mtp.fc.weight"] = recite.Tensor("BF16", np.hstack([np.zeros((hidden, hidden), np.uint16), np.eye(hidden, dtype=np.uint16) * one]))
+    for name in ("embedding", "hidden"):
+        tensors[f"mtp.pre_fc_norm_{name}.weight"] = recite.Tensor("BF16", np.full(hidden, one))
+    recite.write(file, tensors)
 
 
 def known(least_margin: float = 0.05) -> list[tuple[list[int], list[int]]]:

@@ -1,5 +1,7 @@
 """Speculative decoding beside a GPU: batches of TARGET_VERIFY, and draft models with experts of their own, in every role."""
 
+import re
+
 import pytest
 
 pytest.importorskip("torch")
@@ -7,9 +9,9 @@ pytest.importorskip("tokenizers", reason="needs what SGLang needs")
 pytestmark = pytest.mark.gpu
 
 import servers  # noqa: E402
-from servers import DRAFTS_CPU, DRAFTS_EAGER, DRAFTS_RESIDENT  # noqa: E402
+from servers import DRAFTS_CPU, DRAFTS_EAGER, DRAFTS_RESIDENT, LOOKED_UP  # noqa: E402
 
-WAYS = [DRAFTS_CPU, DRAFTS_RESIDENT, DRAFTS_EAGER]
+WAYS = [DRAFTS_CPU, DRAFTS_RESIDENT, DRAFTS_EAGER, LOOKED_UP]
 TEXTS = servers.known()
 
 
@@ -33,15 +35,20 @@ def test_every_prompt_gets_its_known_answer_alone_and_in_one_batch(running, way)
     assert [i for i, (prompt, expected) in enumerate(TEXTS) if asked.tokens([prompt], 48)[0] != expected] == []
 
 
-@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)
-def test_nearly_every_draft_is_accepted(running, way):
-    """A verified batch of four rows must come to the tokens that the draft's single rows came to."""
+@pytest.mark.parametrize("way", WAYS[:3], ids=lambda way: way.name)
+def test_drafts_are_verified(running, way):
     answers = server(running, way).answers([prompt for prompt, _ in TEXTS], 48)
-    verified = [answer["meta_info"]["spec_verify_ct"] for answer in answers]
-    assert max(verified) <= 48 / 4 + 4, verified
+    assert [a["meta_info"]["completion_tokens"] for a in answers if a["meta_info"].get("spec_verify_ct", 0) == 0] == []
 
 
-def test_the_draft_has_a_table_and_roles_of_its_own(running):
-    log = server(running, DRAFTS_RESIDENT).log.read_text()
-    assert "4 MoE layers: 4 cpu" in log
-    assert "4 MoE layers: 4 resident" in log
+def test_what_was_said_before_is_guessed_and_accepted(running):
+    """The rows of a verified batch come to the tokens that single rows came to."""
+    asked, prompts = server(running, LOOKED_UP), [prompt for prompt, _ in TEXTS]
+    asked.tokens(prompts, 48)
+    answers = asked.answers(prompts, 48)
+    assert max(answer["meta_info"]["spec_verify_ct"] for answer in answers) < 48 / 2
+
+
+def test_the_draft_has_roles_of_its_own(running):
+    assert re.search("draft +cpu +0 ", server(running, DRAFTS_CPU).log.read_text())
+    assert re.search("draft +resident +0 ", server(running, DRAFTS_RESIDENT).log.read_text())

@@ -3,7 +3,7 @@
 // four tiles over a block. Another order of summation than product.h, so results agree with it within rounding only.
 //
 // Multiplying tiles leaves most of a core idle. So all else happens a little at a time between the products: decoding or
-// fetching the weights that come next, fetching the rows that come next, and the epilogue of the rows before.
+// fetching the weights that come next, and the epilogue of the rows before.
 //
 // Scales: what is exact in bf16 (powers of two, E4M3 times E2M1: F::kFold) is multiplied into the decoded weights.
 // Other group scales are applied in float32 to the sums of a run of k that shares them.

@@ -1,8 +1,9 @@
 """How fast would a model of this shape be here? A server with random weights, timed from outside.
 
 The server is the real one, with ``--load-format dummy``: experts get valid random codes in seconds, so nothing has to be
-downloaded. Routing is what random hidden states make of it, close to uniform. Every figure is the median of several
-requests; a decode step is what a longer answer takes more than a shorter one, so that prefill and network drop out.
+downloaded. Routing is what random hidden states make of it: close to uniform in some models, while in others the tokens of a
+batch mostly meet the same experts. Every figure is the median of several requests; a decode step is what a longer answer
+takes more than a shorter one, so that prefill and network drop out.
 
 A new model is a ``config.json`` in ``models/``; a new way to write experts an entry of ``EXPERTS``.
 """

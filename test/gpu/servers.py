@@ -126,6 +126,13 @@ def serve(ways: list[Way], folder: Path, *, threads: int = 2):
             processes.end_tree(server.process)
 
 
+def server(running: dict, way: Way) -> Server:
+    """The one of ``serve`` that serves so; it must have come up."""
+    ready, started = running[way.name]
+    assert ready, f"{way.name} did not come up:\n{started.tail()}"
+    return ready
+
+
 def add_draft(file: Path) -> None:
     """A draft layer (MTP) that guesses badly: the last layer once more, behind the hidden state. Without speculative
     decoding nobody reads it."""

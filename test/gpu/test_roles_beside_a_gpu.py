@@ -12,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 import servers  # noqa: E402
 from held import Held  # noqa: E402
-from servers import CPU, EAGER, FUNCTIONS, MIXED, RESIDENT, STOCK, processes  # noqa: E402
+from servers import CPU, EAGER, FUNCTIONS, MIXED, RESIDENT, STOCK, processes, server  # noqa: E402
 
 WAYS = [STOCK, RESIDENT, CPU, EAGER, FUNCTIONS, MIXED]
 TEXTS = servers.known()
@@ -24,12 +24,6 @@ EXPECTED = [expected for _, expected in TEXTS]
 def running(tmp_path_factory):
     with servers.serve(WAYS, tmp_path_factory.mktemp("recite")) as up:
         yield up
-
-
-def server(running, way):
-    ready, started = running[way.name]
-    assert ready, f"{way.name} did not come up:\n{started.tail()}"
-    return ready
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)

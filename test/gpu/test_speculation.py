@@ -9,7 +9,7 @@ pytest.importorskip("tokenizers", reason="needs what SGLang needs")
 pytestmark = pytest.mark.gpu
 
 import servers  # noqa: E402
-from servers import DRAFTS_CPU, DRAFTS_EAGER, DRAFTS_RESIDENT, LOOKED_UP  # noqa: E402
+from servers import DRAFTS_CPU, DRAFTS_EAGER, DRAFTS_RESIDENT, LOOKED_UP, server  # noqa: E402
 
 WAYS = [DRAFTS_CPU, DRAFTS_RESIDENT, DRAFTS_EAGER, LOOKED_UP]
 TEXTS = servers.known()
@@ -19,12 +19,6 @@ TEXTS = servers.known()
 def running(tmp_path_factory):
     with servers.serve(WAYS, tmp_path_factory.mktemp("recite")) as up:
         yield up
-
-
-def server(running, way):
-    ready, started = running[way.name]
-    assert ready, f"{way.name} did not come up:\n{started.tail()}"
-    return ready
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.name)

@@ -9,7 +9,7 @@ pytest.importorskip("tokenizers", reason="needs what SGLang needs")
 pytestmark = pytest.mark.gpu
 
 import servers  # noqa: E402
-from servers import MIXED_TP, TP  # noqa: E402
+from servers import MIXED_TP, TP, server  # noqa: E402
 
 TEXTS = servers.known()
 
@@ -20,12 +20,6 @@ def running(tmp_path_factory):
         pytest.skip("this machine has one GPU")
     with servers.serve([TP, MIXED_TP], tmp_path_factory.mktemp("recite")) as up:
         yield up
-
-
-def server(running, way):
-    ready, started = running[way.name]
-    assert ready, f"{way.name} did not come up:\n{started.tail()}"
-    return ready
 
 
 @pytest.mark.parametrize("way", [TP, MIXED_TP], ids=lambda way: way.name)

@@ -114,15 +114,19 @@ class Server:
                 command, stdout=log, stderr=subprocess.STDOUT, env={SWITCH: "1", **environ}, start_new_session=True, preexec_fn=_die_with_parent
             )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def __enter__(self) -> Server:
         return self
 
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGTERM)
+            os.killpg(self.pid, signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
-            os.killpg(self._process.pid, signal.SIGKILL)
+            os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         self._folder.cleanup()
 

@@ -147,6 +147,8 @@ template <class T> double tile_peak(int64_t rounds, float* sink) {
   return double(rounds) * 4 * 16 * 16 * lk::kUnit * 2;
 }
 
+constexpr size_t kScratch = kTiles<I> && TileScratch::kBytes > kDecodedBytes ? TileScratch::kBytes : kDecodedBytes;
+
 double peak(int64_t rounds, float* sink) {
   if constexpr (kTiles<I>) return tile_peak<I>(rounds, sink);
   else return lane_peak(rounds, sink);
@@ -162,6 +164,6 @@ double peak(int64_t rounds, float* sink) {
 
 extern const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME);
 const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME) = {
-    LK_TEXT(LK_ISA_NAME), kLane<I>, kTiles<I> ? TileScratch::kBytes : 0, tiles,
+    LK_TEXT(LK_ISA_NAME), kLane<I>, kScratch, tiles,
     {kernels_of<Bf16>(), kernels_of<F16>(), kernels_of<Fp8>(), kernels_of<Mxfp8>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>(), kernels_of<Int4>()},
     split, split_half, to_bf16, to_half, sums, read, peak};

@@ -6,7 +6,6 @@ struct Amx : Avx512Bf16 {
   static constexpr bool kOwnOrder = true;
   static constexpr int kFewRows = 2;
 
-  static void store_pairs(void* p, Pairs w) { _mm512_store_si512(p, w); }
   // Every half of a pair times its column's scale; exact, so nothing is rounded.
   static Pairs scaled(Pairs w, F32 scale) {
     const __m512i low_half = _mm512_castps_si512(_mm512_mul_ps(low(w), scale)), high_half = _mm512_castps_si512(_mm512_mul_ps(high(w), scale));

@@ -1,6 +1,6 @@
 // AVX2, FMA and F16C: Haswell and Zen onwards. No BMI2: PDEP is microcode on Zen 1 and 2.
 struct Avx2 {
-  static constexpr int kRows = 4, kSums = 4;
+  static constexpr int kRows = 4, kSums = 4, kSlowBits = 4;
 
   struct F32 { __m256 lo, hi; };      // columns 0-7, 8-15
   struct Pairs { __m256i lo, hi; };
@@ -30,6 +30,11 @@ struct Avx2 {
   static Pairs load_pairs(const void* p) {
     auto q = static_cast<const __m256i*>(p);
     return {_mm256_loadu_si256(q), _mm256_loadu_si256(q + 1)};
+  }
+  static void store_pairs(void* p, Pairs w) {
+    auto q = static_cast<__m256i*>(p);
+    _mm256_store_si256(q, w.lo);
+    _mm256_store_si256(q + 1, w.hi);
   }
   static __m256 high(__m256i w) { return _mm256_castsi256_ps(_mm256_and_si256(w, _mm256_set1_epi32(int(0xffff0000u)))); }
   static __m256 low(__m256i w) { return _mm256_castsi256_ps(_mm256_slli_epi32(w, 16)); }

@@ -1,6 +1,6 @@
 // AVX-512 F, BW, VL and DQ: Skylake-X onwards.
 struct Avx512 {
-  static constexpr int kRows = 8, kSums = 16;
+  static constexpr int kRows = 8, kSums = 16, kSlowBits = 8;
 
   using F32 = __m512;
   using Pairs = __m512i;
@@ -24,6 +24,7 @@ struct Avx512 {
   }
 
   static Pairs load_pairs(const void* p) { return _mm512_loadu_si512(p); }
+  static void store_pairs(void* p, Pairs w) { _mm512_store_si512(p, w); }
   static __m512 high(__m512i w) { return _mm512_castsi512_ps(_mm512_and_si512(w, _mm512_set1_epi32(int(0xffff0000u)))); }
   static __m512 low(__m512i w) { return _mm512_castsi512_ps(_mm512_slli_epi32(w, 16)); }
   static __m512i two(const uint16_t* a) {

@@ -13,6 +13,7 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
                            typename I::Pairs* out, const uint8_t* bytes, const float* in, float* to,
                            const uint16_t* codes, uint16_t* bf16) {
   { I::kRows + I::kSums };             // rows at once (a power of two), F32 sums that fit the registers
+  { I::kSlowBits };                    // codes of so many bits and more are decoded once for many rows (16: none): measured
   { I::zero() };                       // F32: 16 floats
   { I::set1(1.0f) };
   { I::load(in) };
@@ -26,6 +27,7 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
   { I::round(f) };                     // to nearest even integer
   { I::pow2(f) };                      // 2^f for integral f in [-126, 127]
   { I::load_pairs(bytes) };            // Pairs: one row of a panel
+  { I::store_pairs(to, p) };           // on a cache line
   { I::broadcast(codes) };             // Pair: (k, k+1) of one activation row, for dot2
   { I::dot2(f, a, p) };                // f + a.high * p.high + a.low * p.low
   { I::table(codes) };                 // 16 bf16 values, looked up by
@@ -60,7 +62,6 @@ concept TileIsa = LaneIsa<I> && requires(typename I::F32 f, typename I::Pairs p,
   { I::template tile_store<0>(to, 64) };
   { I::template tile_dot<0, 4, 6>() };        // tile 0 += rows of k pairs (tile 4) times rows of a panel (tile 6)
   { I::copy_line(to, from) };                 // 64 bytes, to a cache line
-  { I::store_pairs(to, p) };                  // 64 bytes, on a cache line
   { I::scaled(p, f) };                        // both halves times the column's scale, where that is exact
   { I::exponents(bytes, out) };               // 16 E8M0 scales -> *out for raised(); false: some are beyond 2^-100 .. 2^100
   { I::raised(p, p) };                        // both halves, of E2M1 or E4M3 codes, times such scales

@@ -1,6 +1,6 @@
 // NEON of any Armv8-A processor. Conversion to and from binary16 is part of the baseline; bf16 arithmetic is not.
 struct Neon {
-  static constexpr int kRows = 4, kSums = 4;
+  static constexpr int kRows = 4, kSums = 4, kSlowBits = 4;
 
   // Named registers, not an array: the compiler keeps arrays of vectors in memory here.
   struct F32 { float32x4_t a, b, c, d; };   // columns 0-3, 4-7, 8-11, 12-15
@@ -41,6 +41,13 @@ struct Neon {
 
   static W words_at(const void* p, ptrdiff_t bytes) { return vreinterpretq_u32_u8(vld1q_u8(static_cast<const uint8_t*>(p) + bytes)); }
   static Pairs load_pairs(const void* p) { return {words_at(p, 0), words_at(p, 16), words_at(p, 32), words_at(p, 48)}; }
+  static void store_pairs(void* p, const Pairs& w) {
+    uint32_t* to = static_cast<uint32_t*>(p);
+    vst1q_u32(to, w.a);
+    vst1q_u32(to + 4, w.b);
+    vst1q_u32(to + 8, w.c);
+    vst1q_u32(to + 12, w.d);
+  }
   static V high(W w) { return vreinterpretq_f32_u32(vandq_u32(w, vdupq_n_u32(0xffff0000u))); }
   static V low(W w) { return vreinterpretq_f32_u32(vshlq_n_u32(w, 16)); }
   static W two(const uint16_t* p) {

@@ -20,13 +20,6 @@ struct NeonBf16 : Neon {
     return each<F32>([&](V sum, W pair) { return vbfdotq_f32(sum, vreinterpretq_bf16_u32(pair), vreinterpretq_bf16_u32(x)); }, acc, w);
   }
 
-  static void store_pairs(void* p, const Pairs& w) {
-    uint32_t* to = static_cast<uint32_t*>(p);
-    vst1q_u32(to, w.a);
-    vst1q_u32(to + 4, w.b);
-    vst1q_u32(to + 8, w.c);
-    vst1q_u32(to + 12, w.d);
-  }
   static void copy_line(void* to, const void* from) { store_pairs(to, Neon::load_pairs(from)); }
   // Every half of a pair times its column's scale; exact, so nothing is rounded.
   static Pairs scaled(const Pairs& w, const F32& scale) {

@@ -3,7 +3,7 @@
 #define LK_CALL [[gnu::noinline]]
 
 struct Scalar {
-  static constexpr int kRows = 4, kSums = 4;
+  static constexpr int kRows = 4, kSums = 4, kSlowBits = 4;
 
   struct F32 { float v[16]; };
   struct Pairs { uint32_t v[16]; };

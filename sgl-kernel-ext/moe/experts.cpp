@@ -268,7 +268,7 @@ void Experts::read_next(Product& product, const Panels& panels, int panel) {
 // Parts per worker of a phase that reads `bytes` of every expert.
 int Experts::turns(size_t bytes, int tokens, bool down) const {
   const int workers = engine_->pool().size();
-  const int most = tokens <= 4 * workers ? kFewRowsTurns : engine_->kernels().scratch ? kTileTurns[down] : kManyRowsTurns;
+  const int most = tokens <= 4 * workers ? kFewRowsTurns : engine_->kernels().lane ? kManyRowsTurns : kTileTurns[down];
   return std::clamp(int(engine_->work.schedule.readings() * double(bytes) / workers / kTurnBytes), 1, most);
 }
 

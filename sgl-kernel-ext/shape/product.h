@@ -1,18 +1,48 @@
-// Rows times panels, from one row to thousands: weights are decoded in registers and multiplied with up to
-// I::kRows rows at once. One row is memory's speed; from about eight rows on, decoding hides behind the
-// multiplications, so there is no second, blocked copy of the weights and no second order of summation: a
-// column's sum over k is the same for any number of rows, and results do not depend on the batch.
+// Rows times panels, from one row to thousands: weights are decoded in registers and multiplied with up to I::kRows
+// rows at once. One row is memory's speed. Where decoding is slow and more blocks of rows follow, the panels are decoded
+// once, to a scratch that an L2 holds, and the blocks read it. A column's sum over k has one order for any number of
+// rows, so results do not depend on the batch.
 //
 // Panels are the outer loop: all rows pass over a panel while the caches hold it.
 
-constexpr bool streams(int rows) { return rows <= 2; }
+// What blocks() decodes once for many rows: F's codes as rows of pairs, and F's scales.
+template <class F> struct Decoded {
+  static constexpr int kBlock = 2, kGroup = F::kGroup, kTerms = 1;
+  static constexpr bool kZeros = F::kZeros, kFold = F::kFold;
+  template <class I> struct Decoder : F::template Decoder<I> {
+    void rows(const uint8_t* block, typename I::Pairs* out) const { *out = I::load_pairs(block); }
+  };
+};
+template <class F> constexpr bool kIsDecoded = false;
+template <class F> constexpr bool kIsDecoded<Decoded<F>> = true;
+
+// Whether two blocks of rows and more are worth it: not where an instruction set decodes about as fast as it loads, nor
+// for f16, which would become twice its bytes.
+template <class F, class I> constexpr bool kDecodesOnce = F::kBlock > 2 && F::kTerms == 1 && 32 / F::kBlock >= I::kSlowBits;
+constexpr size_t kDecodedBytes = size_t(1) << 20;  // scratch for panels side by side; deeper ones are decoded in registers
+constexpr size_t decoded_bytes(int depth) { return size_t(depth) * lk::kColumns * 2; }
+
+template <class F, class I>
+void decode(const uint8_t* codes, size_t bytes, const typename F::template Decoder<I>& decoder, uint8_t* out) {
+  constexpr int kPairs = F::kBlock / 2;
+  for (const uint8_t* const end = codes + bytes; codes < end; codes += 64, out += kPairs * 64) {
+    typename I::Pairs w[kPairs];
+    I::prefetch(codes + kAhead);
+    decoder.rows(codes, w);
+#pragma GCC unroll 4
+    for (int j = 0; j < kPairs; ++j) I::store_pairs(out + j * 64, w[j]);
+  }
+}
+
+// Whether so many rows wait for memory.
+template <class F> constexpr bool streams(int rows) { return rows <= 2 && !kIsDecoded<F>; }
 
 // Panels side by side for so many rows. One or two rows wait for memory, and memory likes one stream: one panel after
 // the other reads 20-80 % faster than four at once. More rows multiply: then there are enough independent sums to
 // hide the latency of dot2, and few enough to stay in registers (grouped formats keep two sets, the group's sum
 // and the total).
 template <class F, class I> constexpr int panels_for(int rows) {
-  if (streams(rows)) return 1;
+  if (streams<F>(rows)) return 1;
   const int panels = I::kSums / (F::kGroup != 0 ? 2 : 1) / rows;
   return panels >= 4 ? 4 : panels >= 2 ? 2 : 1;
 }
@@ -25,17 +55,20 @@ inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, con
   constexpr int kPairs = F::kBlock / 2 * F::kTerms;
 #pragma GCC unroll 16
   for (int b = 0; b < kStepOf<F> / F::kBlock; ++b) {
+    typename I::Pairs w[P][kPairs];
 #pragma GCC unroll 8
     for (int p = 0; p < P; ++p) {
-      typename I::Pairs w[kPairs];
-      I::prefetch((streams(R) ? ahead : codes[p] + kAhead) + b * 64);
-      decoder.rows(codes[p] + b * 64, w);
-#pragma GCC unroll 4
-      for (int j = 0; j < kPairs; ++j)
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-          acc[r][p] = I::dot2(acc[r][p], I::broadcast(rows[r] + at + b * F::kBlock + 2 * (j / F::kTerms)), w[j]);
+      I::prefetch((streams<F>(R) ? ahead : codes[p] + kAhead) + b * 64);
+      decoder.rows(codes[p] + b * 64, w[p]);
     }
+#pragma GCC unroll 4
+    for (int j = 0; j < kPairs; ++j)
+#pragma GCC unroll 8
+      for (int r = 0; r < R; ++r) {
+        const auto pair = I::broadcast(rows[r] + at + b * F::kBlock + 2 * (j / F::kTerms));
+#pragma GCC unroll 8
+        for (int p = 0; p < P; ++p) acc[r][p] = I::dot2(acc[r][p], pair, w[p][j]);
+      }
   }
 }
 
@@ -66,23 +99,22 @@ inline const uint8_t* codes_ahead(const lk::Product& a, const uint8_t* codes, co
 template <class F> constexpr bool kFetchAhead = F::kBlock == 2 && F::kTerms == 1;
 struct Ahead {
   const uint8_t* at;
+  int bytes;    // of the codes of one step
   int every;    // passes over the panels, so one step of several fetches
   int due = 1;
 
-  template <class F, class I, int P> void step() {
+  template <class I> void step() {
     if (--due) return;
     due = every;
-    constexpr int kBytes = P * (kStepOf<F> / F::kBlock) * 64;
-#pragma GCC unroll 16
-    for (int i = 0; i < kBytes; i += 64) I::prefetch_far(at + i);
-    at += kBytes;
+    for (int i = 0; i < bytes; i += 64) I::prefetch_far(at + i);
+    at += bytes;
   }
 };
 
 // Formats with scales sum every step on its own and add it, scaled, to the total: a long group would be one chain of
 // dependent dot2, and their latency would be what one row waits for. `end`: the panel behind the product's last.
 template <class F, class I, int P, int R>
-inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows, Ahead* ahead,
+[[gnu::always_inline]] inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows, Ahead* ahead,
                        const typename F::template Decoder<I>& decoder, typename I::F32 (&sums)[R][P]) {
   using F32 = typename I::F32;
   constexpr bool kScaled = F::kGroup != 0;
@@ -98,7 +130,7 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
   }
   // The same group of the panel that comes next.
   size_t to_scales = layout.scales;
-  if (streams(R) && panel + 1 == end) to_scales = a.next_scales ? size_t(a.next_scales - scales[0]) : 0;
+  if (streams<F>(R) && panel + 1 == end) to_scales = a.next_scales ? size_t(a.next_scales - scales[0]) : 0;
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -109,7 +141,7 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
     if constexpr (kScaled) {
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
-        I::prefetch(scales[p] + (streams(R) ? to_scales : layout.scales));
+        I::prefetch(scales[p] + (streams<F>(R) ? to_scales : layout.scales));
         scale[p] = decoder.scale(layout.scale, scales[p]);
         scales[p] += scale_bytes;
       }
@@ -125,8 +157,8 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
           for (int p = 0; p < P; ++p) step[r][p] = I::zero();
       }
       F32(&acc)[R][P] = kScaled ? step : sums;
-      if (kFetchAhead<F> && !streams(R) && ahead) ahead->step<F, I, P>();
-      dot_step<F, I, P, R>(codes, streams(R) ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, k, decoder, acc);
+      if (kFetchAhead<F> && !streams<F>(R) && ahead) ahead->step<I>();
+      dot_step<F, I, P, R>(codes, streams<F>(R) ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, k, decoder, acc);
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
         codes[p] += kStepOf<F> / F::kBlock * 64;
@@ -147,9 +179,12 @@ inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t*
   }
 }
 
-// R rows times N panels, P at a time; adds the parts of split rows and hands every tile on.
+// R rows times N panels, P at a time; adds the parts of split rows and hands every tile on. One function with all that
+// it loops over, and not part of another: GCC unrolls loops inside of at most seven others, and loops that stay loops
+// keep their sums in memory (2.5 times slower); sums that a call hands back cost 2-4 %.
 template <class F, class I, int P, int N, int R, class Epilogue>
-inline void block(const lk::Product& a, int panel, int end, int first, Ahead* ahead, const typename F::template Decoder<I>& decoder, const Epilogue& done) {
+[[gnu::noinline]] void block(const lk::Product& a, int panel, int end, int first, Ahead* ahead,
+                             const typename F::template Decoder<I>& decoder, const Epilogue& done) {
   typename I::F32 all[R][N];
   for (int r = 0; r < R; r += a.split)
     for (int n = 0; n < N; n += Epilogue::kPanels) done.expect((panel + n) / Epilogue::kPanels, (first + r) / a.split);
@@ -184,18 +219,39 @@ void blocks(const lk::Product& a, const Epilogue& done) {
   const int end = (a.first + a.count) * kStep;
   // Equal blocks, of an even number of rows where two make one: no thin last one.
   const int64_t units = a.row_count / a.split, count = (a.row_count + R - 1) / R;
-  for (int panel = a.first * kStep; panel < end;) {
-    const bool whole = panel + N <= end;
-    const int next = panel + (whole ? N : kStep);
-    Ahead ahead{next < end ? a.panels.codes + size_t(next) * a.layout->codes : a.next_codes, int(count)};
+  const auto each_block = [&]<class G>(const lk::Product& product, const typename G::template Decoder<I>& its, int panel, int next) {
+    const bool whole = panel + N == next;
+    Ahead ahead{next < end ? a.panels.codes + size_t(next) * a.layout->codes : a.next_codes,
+                (whole ? P : kRest) * kStepOf<F> / F::kBlock * 64, int(count)};
     for (int64_t b = 0; b < count; ++b) {
       const int first = int(units * b / count) * a.split, rows = int(units * (b + 1) / count) * a.split - first;
       Ahead* const fetch = count > 1 && ahead.at ? &ahead : nullptr;
-      if (whole) block_of<F, I, P, N, R>(rows, a, panel, end, first, fetch, decoder, done);
-      else block_of<F, I, kRest, kStep, R>(rows, a, panel, end, first, fetch, decoder, done);
+      if (whole) block_of<G, I, P, N, R>(rows, product, panel, end, first, fetch, its, done);
+      else block_of<G, I, kRest, kStep, R>(rows, product, panel, end, first, fetch, its, done);
     }
-    panel = next;
+  };
+  const auto each_step = [&](const auto& body) {
+    for (int panel = a.first * kStep, next; panel < end; panel = next) {
+      next = panel + N <= end ? panel + N : panel + kStep;
+      body(panel, next);
+    }
+  };
+  if constexpr (kDecodesOnce<F, I>) {
+    lk::PanelLayout layout = *a.layout;
+    layout.codes = decoded_bytes(layout.depth);
+    if (count > 1 && N * layout.codes <= kDecodedBytes) {
+      lk::Product decoded = a;
+      decoded.layout = &layout;
+      const typename Decoded<F>::template Decoder<I> its;
+      return each_step([&](int panel, int next) {
+        for (int p = panel; p < next; ++p)
+          decode<F, I>(a.panels.codes + size_t(p) * a.layout->codes, a.layout->codes, decoder, a.scratch + size_t(p - panel) * layout.codes);
+        decoded.panels.codes = reinterpret_cast<uint8_t*>(reinterpret_cast<uintptr_t>(a.scratch) - size_t(panel) * layout.codes);
+        each_block.template operator()<Decoded<F>>(decoded, its, panel, next);
+      });
+    }
   }
+  each_step([&](int panel, int next) { each_block.template operator()<F>(a, decoder, panel, next); });
 }
 
 template <class F, class I, int R = 1, class Epilogue> void product(const lk::Product& a, const Epilogue& done) {

@@ -228,6 +228,12 @@ def test_a_token_does_not_depend_on_the_batch(format):
                 assert_bits_equal(run(experts, rows[part], ids[part], w[part]), together[part])
 
 
+@pytest.mark.parametrize("format", CODINGS)
+def test_many_rows_of_experts_too_deep_to_be_decoded_once_follow_the_reference(format):
+    rng = np.random.default_rng(19)
+    check(reference.random_layer(format, 1, 16416, 16, rng), 20, 1, rng)
+
+
 @pytest.mark.parametrize("wide", [np.int32, np.int64])
 def test_ids_outside_the_experts_add_nothing(wide):
     rng = np.random.default_rng(19)

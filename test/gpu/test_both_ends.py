@@ -210,7 +210,8 @@ def test_the_gpu_has_a_limit_of_its_own_and_names_the_layer(make, monkeypatch, r
 def test_the_check_at_the_start_finds_a_wrong_answer(make):
     hand, layer, other = make(), experts(seed=0), experts(seed=1)
     hand.check(layer, name=NAME, top_k=TOP_K, dtype=torch.bfloat16)
-    hand._layers[NAME, torch.bfloat16, TOP_K, 1.0, False] = hand._layer(other, "another", torch.bfloat16, TOP_K, 1.0, False)
+    (key,) = hand._layers
+    hand._layers[key] = hand._layer(other, "another", torch.bfloat16, TOP_K, 1.0, False)
     with pytest.raises(kernels.KernelError) as error:
         hand.check(layer, name=NAME, top_k=TOP_K, dtype=torch.bfloat16)
     assert "differs from a direct call" in str(error.value)

@@ -1,6 +1,7 @@
 // AVX2, FMA and F16C: Haswell and Zen onwards. No BMI2: PDEP is microcode on Zen 1 and 2.
 struct Avx2 {
   static constexpr int kRows = 4, kSums = 4, kSlowBits = 4;
+  static constexpr bool kSpreads = false;
 
   struct F32 { __m256 lo, hi; };      // columns 0-7, 8-15
   struct Pairs { __m256i lo, hi; };

@@ -33,6 +33,14 @@ struct Avx512 {
     return _mm512_set1_epi32(bits);
   }
   static Pair broadcast(const uint16_t* a) { return {high(two(a)), low(two(a))}; }
+  // Splitting a broadcast pair takes the two ports that multiply (Skylake-X to Ice Lake).
+  static constexpr bool kSpreads = true;
+  static void spread(const uint16_t* row, float* out) {
+    const __m512i w = _mm512_loadu_si512(row);
+    _mm512_store_ps(out, low(w));
+    _mm512_store_ps(out + 16, high(w));
+  }
+  static Pair spread_pair(const float* p) { return {_mm512_set1_ps(p[16]), _mm512_set1_ps(p[0])}; }
   static F32 dot2(F32 acc, Pair a, Pairs w) {
     // High half first: the order of the bf16 dot instruction.
     return _mm512_fmadd_ps(a.low, low(w), _mm512_fmadd_ps(a.high, high(w), acc));

@@ -5,6 +5,8 @@
 struct Avx512Bf16 : Avx512 {
   static constexpr int kRows = 8, kSums = 16, kSlowBits = 16;
 
+  static constexpr bool kSpreads = false;
+
   using Pair = __m512i;
   struct ByteTable { __m512i low[2], high[2]; };  // low and high byte of the bf16 of the 128 positive E4M3 codes
 

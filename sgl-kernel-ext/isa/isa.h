@@ -13,6 +13,7 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
                            typename I::Pairs* out, const uint8_t* bytes, const float* in, float* to,
                            const uint16_t* codes, uint16_t* bf16) {
   { I::kRows + I::kSums };             // rows at once (a power of two), F32 sums that fit the registers
+  { I::kSpreads };                     // whether many rows' pairs are split once: spread(row, 32 floats), spread_pair(float*) as broadcast
   { I::kSlowBits };                    // codes of so many bits and more are decoded once for many rows (16: none): measured
   { I::zero() };                       // F32: 16 floats
   { I::set1(1.0f) };

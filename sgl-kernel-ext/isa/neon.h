@@ -1,6 +1,7 @@
 // NEON of any Armv8-A processor. Conversion to and from binary16 is part of the baseline; bf16 arithmetic is not.
 struct Neon {
   static constexpr int kRows = 4, kSums = 4, kSlowBits = 4;
+  static constexpr bool kSpreads = false;
 
   // Named registers, not an array: the compiler keeps arrays of vectors in memory here.
   struct F32 { float32x4_t a, b, c, d; };   // columns 0-3, 4-7, 8-11, 12-15

@@ -4,6 +4,7 @@
 
 struct Scalar {
   static constexpr int kRows = 4, kSums = 4, kSlowBits = 4;
+  static constexpr bool kSpreads = true;  // for tests on any processor
 
   struct F32 { float v[16]; };
   struct Pairs { uint32_t v[16]; };
@@ -35,6 +36,12 @@ struct Scalar {
   static F32 round(F32 a) { return each([&](int i) { return __builtin_rintf(a.v[i]); }); }
   static F32 pow2(F32 a) { return each([&](int i) { return from_bits(uint32_t(int(a.v[i]) + 127) << 23); }); }
 
+  static void spread(const uint16_t* row, float* out) {
+    for (int i = 0; i < 16; ++i) {
+      out[i] = from_bits(uint32_t(row[2 * i]) << 16);
+      out[16 + i] = from_bits(uint32_t(row[2 * i + 1]) << 16);
+    }
+  }
   static Pairs load_pairs(const void* p) {
     Pairs r;
     __builtin_memcpy(r.v, p, 64);
@@ -67,6 +74,7 @@ struct Scalar {
     return r;
   }
   static Pair broadcast(const uint16_t* a) { return {from_bits(uint32_t(a[1]) << 16), from_bits(uint32_t(a[0]) << 16)}; }
+  static Pair spread_pair(const float* p) { return {p[16], p[0]}; }
   LK_CALL static F32 dot2(F32 acc, Pair a, const Pairs& w) {
     return each([&](int i) {
       // High half first: the order of the bf16 dot instruction.

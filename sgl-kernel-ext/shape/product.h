@@ -1,6 +1,7 @@
 // Rows times panels, from one row to thousands: weights are decoded in registers and multiplied with up to I::kRows
 // rows at once. One row is memory's speed. Where decoding is slow and more blocks of rows follow, the panels are decoded
-// once, to a scratch that an L2 holds, and the blocks read it. A column's sum over k has one order for any number of
+// once, to a scratch that an L2 holds, and the blocks read it; where splitting pairs of activations costs as much as
+// multiplying them, that is done once for some panels, too. A column's sum over k has one order for any number of
 // rows, so results do not depend on the batch.
 //
 // Panels are the outer loop: all rows pass over a panel while the caches hold it.
@@ -47,10 +48,21 @@ template <class F, class I> constexpr int panels_for(int rows) {
   return panels >= 4 ? 4 : panels >= 2 ? 2 : 1;
 }
 
+// Whether blocks of R rows have their activations as floats: kUnit k of every row in turn, the low halves of the pairs in
+// front of the high ones.
+template <class I, int R> constexpr bool kSpread = I::kSpreads && R > I::kRows / 2;
+constexpr size_t kSpreadBytes = size_t(1) << 20;  // scratch behind the decoded panels
+constexpr int kMostSpreadDepth = int(kSpreadBytes / sizeof(float)) / 8;  // of eight rows; deeper ones go by half as many
+template <class I, int R> void spread_rows(const uint16_t* const* rows, int depth, float* to) {
+  for (int k = 0; k < depth; k += lk::kUnit)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r, to += lk::kUnit) I::spread(rows[r] + k, to);
+}
+
 // One step of kStepOf k: blocks are decoded and multiplied with every row. `ahead`: what to fetch while one or
 // two rows wait for memory.
 template <class F, class I, int P, int R>
-inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, const uint16_t* const* rows, int at,
+inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, const uint16_t* const* rows, const float* spread, int at,
                      const typename F::template Decoder<I>& decoder, typename I::F32 (&acc)[R][P]) {
   constexpr int kPairs = F::kBlock / 2 * F::kTerms;
 #pragma GCC unroll 16
@@ -65,7 +77,10 @@ inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, con
     for (int j = 0; j < kPairs; ++j)
 #pragma GCC unroll 8
       for (int r = 0; r < R; ++r) {
-        const auto pair = I::broadcast(rows[r] + at + b * F::kBlock + 2 * (j / F::kTerms));
+        const int k = b * F::kBlock + 2 * (j / F::kTerms);
+        typename I::Pair pair;
+        if constexpr (kSpread<I, R>) pair = I::spread_pair(spread + r * lk::kUnit + k / 2);
+        else pair = I::broadcast(rows[r] + at + k);
 #pragma GCC unroll 8
         for (int p = 0; p < P; ++p) acc[r][p] = I::dot2(acc[r][p], pair, w[p][j]);
       }
@@ -114,7 +129,7 @@ struct Ahead {
 // Formats with scales sum every step on its own and add it, scaled, to the total: a long group would be one chain of
 // dependent dot2, and their latency would be what one row waits for. `end`: the panel behind the product's last.
 template <class F, class I, int P, int R>
-[[gnu::always_inline]] inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows, Ahead* ahead,
+[[gnu::always_inline]] inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows, const float* spread, Ahead* ahead,
                        const typename F::template Decoder<I>& decoder, typename I::F32 (&sums)[R][P]) {
   using F32 = typename I::F32;
   constexpr bool kScaled = F::kGroup != 0;
@@ -158,7 +173,8 @@ template <class F, class I, int P, int R>
       }
       F32(&acc)[R][P] = kScaled ? step : sums;
       if (kFetchAhead<F> && !streams<F>(R) && ahead) ahead->step<I>();
-      dot_step<F, I, P, R>(codes, streams<F>(R) ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, k, decoder, acc);
+      const float* const spread_step = kSpread<I, R> ? spread + k / lk::kUnit * lk::kUnit * R + k % lk::kUnit / 2 : nullptr;
+      dot_step<F, I, P, R>(codes, streams<F>(R) ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, spread_step, k, decoder, acc);
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
         codes[p] += kStepOf<F> / F::kBlock * 64;
@@ -188,9 +204,11 @@ template <class F, class I, int P, int N, int R, class Epilogue>
   typename I::F32 all[R][N];
   for (int r = 0; r < R; r += a.split)
     for (int n = 0; n < N; n += Epilogue::kPanels) done.expect((panel + n) / Epilogue::kPanels, (first + r) / a.split);
+  float* const spread = reinterpret_cast<float*>(a.scratch + kDecodedBytes);
+  if constexpr (kSpread<I, R>) spread_rows<I, R>(a.rows + first, a.layout->depth, spread);
   for (int n = 0; n < N; n += P) {
     typename I::F32 sums[R][P];
-    dot_panels<F, I, P, R>(a, panel + n, end, a.rows + first, ahead, decoder, sums);
+    dot_panels<F, I, P, R>(a, panel + n, end, a.rows + first, spread, ahead, decoder, sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -214,7 +232,9 @@ inline void block_of(int rows, const lk::Product& a, int panel, int end, int fir
 // All rows over all panels of the range, P side by side; the rest in the epilogue's own step.
 template <class F, class I, int P, int R, class Epilogue>
 void blocks(const lk::Product& a, const Epilogue& done) {
-  constexpr int kStep = Epilogue::kPanels, N = P > kStep ? P : kStep, kRest = P < kStep ? P : kStep;
+  constexpr int kStep = Epilogue::kPanels, kRest = P < kStep ? P : kStep;
+  constexpr int kLeast = !kSpread<I, R> ? kStep : kDecodesOnce<F, I> ? 2 : 4;  // panels that share what is spread
+  constexpr int N = P > kLeast ? P : kLeast > kStep ? kLeast : kStep;
   const typename F::template Decoder<I> decoder;
   const int end = (a.first + a.count) * kStep;
   // Equal blocks, of an even number of rows where two make one: no thin last one.
@@ -256,7 +276,7 @@ void blocks(const lk::Product& a, const Epilogue& done) {
 
 template <class F, class I, int R = 1, class Epilogue> void product(const lk::Product& a, const Epilogue& done) {
   if constexpr (R < I::kRows) {
-    if (a.row_count > R) return product<F, I, R * 2>(a, done);
+    if (a.row_count > R && !(R * 2 == I::kRows && I::kSpreads && a.layout->depth > kMostSpreadDepth)) return product<F, I, R * 2>(a, done);
   }
   blocks<F, I, panels_for<F, I>(R), R>(a, done);
 }

@@ -11,7 +11,6 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("tokenizers", reason="needs what SGLang needs")
 pytestmark = pytest.mark.gpu
 
-import servers  # noqa: E402
 from servers import processes  # noqa: E402
 
 from sglang.srt.lk.bench import serving  # noqa: E402

@@ -221,13 +221,17 @@ template <class F, class I, int P, int N, int R, class Epilogue>
   }
 }
 
-// Calls block() with as many template rows as there are rows.
-template <class F, class I, int P, int N, int R, class Epilogue>
+// Calls block() with as many template rows as there are rows, Least to R.
+template <class F, class I, int P, int N, int Least, int R, class Epilogue>
 inline void block_of(int rows, const lk::Product& a, int panel, int end, int first, Ahead* ahead,
                      const typename F::template Decoder<I>& decoder, const Epilogue& done) {
   if (rows == R) return block<F, I, P, N, R>(a, panel, end, first, ahead, decoder, done);
-  if constexpr (R > 1) block_of<F, I, P, N, R - 1>(rows, a, panel, end, first, ahead, decoder, done);
+  if constexpr (R > Least) block_of<F, I, P, N, Least, R - 1>(rows, a, panel, end, first, ahead, decoder, done);
 }
+
+// Whether product() gives blocks<R>() more rows than R. Fewer make a block of more than R / 2, and more rows than R blocks
+// of R / 2 and more; what cannot come is not compiled: the object would take twice as long.
+template <class I, int R> constexpr bool kManyBlocks = R == I::kRows || (I::kSpreads && R * 2 == I::kRows);
 
 // All rows over all panels of the range, P side by side; the rest in the epilogue's own step.
 template <class F, class I, int P, int R, class Epilogue>
@@ -235,6 +239,7 @@ void blocks(const lk::Product& a, const Epilogue& done) {
   constexpr int kStep = Epilogue::kPanels, kRest = P < kStep ? P : kStep;
   constexpr int kLeast = !kSpread<I, R> ? kStep : kDecodesOnce<F, I> ? 2 : 4;  // panels that share what is spread
   constexpr int N = P > kLeast ? P : kLeast > kStep ? kLeast : kStep;
+  constexpr int kFewest = R == 1 ? 1 : kManyBlocks<I, R> ? R / 2 : R / 2 + 1;
   const typename F::template Decoder<I> decoder;
   const int end = (a.first + a.count) * kStep;
   // Equal blocks, of an even number of rows where two make one: no thin last one.
@@ -246,8 +251,8 @@ void blocks(const lk::Product& a, const Epilogue& done) {
     for (int64_t b = 0; b < count; ++b) {
       const int first = int(units * b / count) * a.split, rows = int(units * (b + 1) / count) * a.split - first;
       Ahead* const fetch = count > 1 && ahead.at ? &ahead : nullptr;
-      if (whole) block_of<G, I, P, N, R>(rows, product, panel, end, first, fetch, its, done);
-      else block_of<G, I, kRest, kStep, R>(rows, product, panel, end, first, fetch, its, done);
+      if (whole) block_of<G, I, P, N, kFewest, R>(rows, product, panel, end, first, fetch, its, done);
+      else block_of<G, I, kRest, kStep, kFewest, R>(rows, product, panel, end, first, fetch, its, done);
     }
   };
   const auto each_step = [&](const auto& body) {
@@ -256,7 +261,7 @@ void blocks(const lk::Product& a, const Epilogue& done) {
       body(panel, next);
     }
   };
-  if constexpr (kDecodesOnce<F, I>) {
+  if constexpr (kManyBlocks<I, R> && kDecodesOnce<F, I>) {
     lk::PanelLayout layout = *a.layout;
     layout.codes = decoded_bytes(layout.depth);
     if (count > 1 && N * layout.codes <= kDecodedBytes) {

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang.srt.lk import config
-from sglang.srt.lk.config import FIELDS, KNOWN, NOT_BUILT, VARIABLES, Config, ConfigError, conflicts, load, read
+from sglang.srt.lk.config import FIELDS, KNOWN, NOT_BUILT, VARIABLES, Config, ConfigError, load, read
 from sglang.srt.lk.values import Layers, LayerSet
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -311,7 +311,7 @@ def test_undecodable_bytes_in_the_environment_are_shown_not_raised():
     assert problem.startswith("LK_THREADS='\\udcff8': expected")
 
 
-# Once features exist, their knobs and cross-checks count; the tests build them in.
+# Once features exist, their knobs count; the test builds one in.
 
 
 def test_a_built_feature_is_accepted_and_its_knobs_are_silent(monkeypatch):
@@ -319,26 +319,6 @@ def test_a_built_feature_is_accepted_and_its_knobs_are_silent(monkeypatch):
     loaded = read(ON | {"LK_POOL_SLOTS": "64", "LK_POOL_WINDOW": "16"})
     assert (loaded.config.pool_slots, loaded.config.pool_window, loaded.notes) == (64, 16, ())
     assert notes(LK_POOL_WINDOW="16") == ("LK_POOL_WINDOW=16: no effect while LK_POOL_SLOTS is 0",)
-
-
-@pytest.mark.parametrize(
-    ("values", "expected"),
-    [
-        ({"gpu_prefill_min_tokens": 999999}, "LK_GPU_PREFILL_MIN_TOKENS=999999 is never reached: no batch exceeds 8192"),
-        ({"gpu_prefill_min_tokens": 8, "gpu_prefill_sub_m": 8192}, "LK_GPU_PREFILL_SUB_M=8192 must exceed --chunked"),
-        ({"pool_slots": 4}, "LK_POOL_SLOTS=4 is below the model's top-k (8)"),
-        ({"pool_slots": 129}, "LK_POOL_SLOTS=129 exceeds the 128 experts of a layer"),
-    ],
-)
-def test_values_that_do_not_go_with_the_server_or_the_model_are_named(values, expected):
-    (problem,) = conflicts(Config(**values), chunked_prefill_size=8192, top_k=8, experts=128)
-    assert problem.startswith(expected)
-
-
-def test_values_at_the_edge_go_together():
-    c = Config(gpu_prefill_min_tokens=8192, gpu_prefill_sub_m=8193, pool_slots=8)
-    assert conflicts(c, chunked_prefill_size=8192, top_k=8, experts=8) == []
-    assert conflicts(Config(gpu_prefill_min_tokens=999999), chunked_prefill_size=-1) == []
 
 
 # The table and the text around it.

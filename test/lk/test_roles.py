@@ -27,7 +27,6 @@ def problems(*args, **kwargs) -> tuple[str, ...]:
 def test_without_a_gpu_every_layer_is_computed_on_the_cpu():
     found = plan(moe(1, 2, 3), Config(), device="cpu")
     assert found.roles == {Key(False, n): Role.CPU for n in (1, 2, 3)}
-    assert found.of(layer_id=2) is Role.CPU
 
 
 def test_listed_layers_stay_resident_on_a_gpu():
@@ -46,7 +45,7 @@ def test_one_layer_is_decided_as_all_are():
 
 def test_layers_that_are_not_resident_have_cpu_experts_beside_a_gpu():
     found = plan(moe(0, 1, 2, 3), Config(gpu_resident_moe_layers=listed(0, 1)), device="cuda")
-    assert [found.of(layer_id=n) for n in range(4)] == [Role.RESIDENT, Role.RESIDENT, Role.CPU, Role.CPU]
+    assert list(found.roles.values()) == [Role.RESIDENT, Role.RESIDENT, Role.CPU, Role.CPU]
 
 
 def test_a_resident_list_without_a_gpu_is_refused():
@@ -124,7 +123,7 @@ def test_layers_that_cannot_be_taken_over_are_grouped_by_reason():
 
 def test_a_refusal_does_not_matter_where_upstream_computes():
     layers = moe(0, refusal="int4 experts are not supported")
-    assert plan(layers, Config(gpu_resident_moe_layers=listed(0)), device="cuda").of(layer_id=0) is Role.RESIDENT
+    assert plan(layers, Config(gpu_resident_moe_layers=listed(0)), device="cuda").roles == {Key(False, 0): Role.RESIDENT}
 
 
 def test_the_table_shows_both_models_and_where_their_bytes_lie():

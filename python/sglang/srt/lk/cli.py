@@ -15,8 +15,6 @@ from pathlib import Path
 
 from sglang.srt.lk.term import Style, table, write
 
-DOCS = "docs/reference/cli.md"
-
 
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)

@@ -349,25 +349,3 @@ def _without_effect(values: Mapping[str, Any]) -> list[str]:
         if row.feature in NOT_BUILT or (row.feature in SWITCHED and row.feature not in on):
             idle.setdefault(row.feature, []).append(f"{name}={row.kind.show(value)}")
     return [f"{', '.join(names)}: no effect {feature.off}" for feature, names in idle.items()]
-
-
-def conflicts(
-    config: Config, *, chunked_prefill_size: int, top_k: int | None = None, experts: int | None = None
-) -> list[str]:
-    """Values that are fine alone but not with these server arguments and this model (``chunked_prefill_size`` <= 0: off)."""
-    problems = []
-    chunk = chunked_prefill_size
-    tokens, sub_m, slots = config.gpu_prefill_min_tokens, config.gpu_prefill_sub_m, config.pool_slots
-    largest = max(chunk, sub_m)
-    if tokens and chunk > 0 and tokens > largest:
-        problems.append(
-            f"LK_GPU_PREFILL_MIN_TOKENS={tokens} is never reached: no batch exceeds {largest} tokens; "
-            "lower it or raise --chunked-prefill-size"
-        )
-    if tokens and sub_m and chunk > 0 and sub_m <= chunk:
-        problems.append(f"LK_GPU_PREFILL_SUB_M={sub_m} must exceed --chunked-prefill-size ({chunk}), or be 0")
-    if slots and top_k is not None and slots < top_k:
-        problems.append(f"LK_POOL_SLOTS={slots} is below the model's top-k ({top_k}): set at least {top_k}, or 0")
-    if slots and experts is not None and slots > experts:
-        problems.append(f"LK_POOL_SLOTS={slots} exceeds the {experts} experts of a layer: set at most {experts}")
-    return problems

@@ -61,9 +61,6 @@ class Plan:
     layers: Mapping[Key, Layer]
     roles: Mapping[Key, Role]
 
-    def of(self, *, layer_id: int, is_draft: bool = False) -> Role:
-        return self.roles[Key(is_draft, layer_id)]
-
     def table(self) -> str:
         """The start's log entry: layers per model and role, their format, and where their bytes lie."""
         counts = ", ".join(f"{n} {role.value}" for role in Role if (n := list(self.roles.values()).count(role)))

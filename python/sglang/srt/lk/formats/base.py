@@ -17,7 +17,6 @@ E8M0 = torch.float8_e8m0fnu
 E4M3 = torch.float8_e4m3fn
 CODES, SCALES, ZEROS, ORDER = "codes", "scales", "zero points", "column order"
 CHANNEL, GLOBAL, BIAS, UNUSED = "channel scales", "global scale", "bias", "unused"
-KINDS = (CODES, SCALES, ZEROS, ORDER, CHANNEL, GLOBAL, BIAS)
 TP = ", choose another --tp-size"
 
 

@@ -1,5 +1,5 @@
-// Python's view of the engine, and the only place where arguments are checked: behind it everything is
-// plain pointers. Addresses come as integers, so neither torch nor numpy is needed or linked.
+// Python's view of the engine, and where its arguments are checked (bind_handover.cpp: the hand-over's): behind it
+// everything is plain pointers. Addresses come as integers, so neither torch nor numpy is needed or linked.
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
@@ -317,7 +317,7 @@ NB_MODULE(sgl_kernel_ext, m) {
            "Packs one matrix from checkpoint rows; returns how many values are not finite. word_bytes: 4-bit codes, from one "
            "run of eight k to the next.")
       .def("pack_scales", &PyExperts::pack_scales, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a,
-           "Packs one matrix's group scales; returns how many are refused (NaN, infinite, negative).")
+           "Packs one matrix's group scales; returns how many are refused (NaN, infinite, negative E4M3).")
       .def("pack_zeros", &PyExperts::pack_zeros, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a,
            "Packs one matrix's zero points, a byte per column and group; returns how many are above 16.")
       .def("set_column_scales", &PyExperts::column_scales, "expert"_a, "part"_a, "ptr"_a, "One float32 factor per output column.")

@@ -6,7 +6,7 @@ are created. With the switch off nothing here is imported and SGLang is stock. I
 
 - ``values``   how the text of a variable becomes a value: kinds, ranges, layer lists
 - ``config``   the table of variables, read once into one frozen object
-- ``boot``     the start: every problem in one message, warnings said once; the only reader of ``os.environ``
+- ``boot``     the start: every problem in one message, warnings said once; with ``cli`` the only reader of variables
 - ``cpus``     which CPUs and how much memory this process may really use, and why
 - ``roles``    which role each MoE layer plays; pure bookkeeping
 - ``compat``   what does not go together with hybrid layers, said before loading

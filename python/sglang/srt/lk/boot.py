@@ -1,8 +1,8 @@
 """The start: the environment is read once, before anything heavy is imported.
 
 SGLang's ``__init__`` calls ``start`` when the switch is set. Every problem is one message and exit status 2; lines worth
-knowing are said by the first process only, since every child process imports SGLang again. This is the only module that
-reads ``os.environ``; everything else takes ``current()``.
+knowing are said by the first process only, since every child process imports SGLang again. Variables are read here and in
+``cli``, which hands the environment on; everything else takes ``current()``. (``term`` asks ``NO_COLOR`` and ``TERM``.)
 """
 
 import importlib

@@ -1,8 +1,9 @@
 """The few places where upstream is changed while it runs, because they lie before or around the one edited line.
 
-Nothing here is imported or changed with the switch off. Each patch waits for its module to be imported, checks that what
-it replaces still has the expected arguments, and fails the start by name if it has not. This module imports nothing
-heavy: ``boot`` calls ``install`` before torch is there.
+Nothing here is imported or changed with the switch off. Each patch waits for its module to be imported. Most check that
+what they replace is there with the expected arguments (``expect``), and fail the start by name if not; the rest only wrap
+what they find by its name, and where that is gone Python's own error ends the start. This module imports nothing heavy:
+``boot`` calls ``install`` before torch is there.
 
 A new patch is a function in ``PATCHES`` with the module it waits for; say in its docstring why an edit would not do.
 """

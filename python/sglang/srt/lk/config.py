@@ -115,7 +115,8 @@ class Config:
         "The switch: `1` gives every MoE layer a role, `0` is stock SGLang and no other variable has any effect.")
 
     threads: int | None = variable("CPU", Whole(1, 4096, unset="one per usable physical core"), None,
-        "CPU threads of one rank; more than this process may use is cut down, with one line.")
+        "CPU threads of one rank; more than it may use is cut down, with one line. Unset, 2 cores stay free beside a GPU (below 8: "
+        "1, below 4: 0).")
     thread_binding: str = variable("CPU", Choice(("CPU_CORE", "NUMA_NODE")), "CPU_CORE",
         "Pin each worker to its own CPU, or leave it free to move among its rank's CPUs of one NUMA node.")
     isa: str | None = variable("CPU", Choice(ISAS, unset="the best the machine runs"), None,

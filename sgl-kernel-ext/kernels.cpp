@@ -147,7 +147,7 @@ template <class T> double tile_peak(int64_t rounds, float* sink) {
   return double(rounds) * 4 * 16 * 16 * lk::kUnit * 2;
 }
 
-constexpr size_t kProduct = kDecodedBytes + (I::kSpreads ? kSpreadBytes : 0);
+constexpr size_t kProduct = kDecodedBytes + (I::kSpreads ? kSpreadBytes : 0) + kSumBytes;
 constexpr size_t kScratch = kTiles<I> && TileScratch::kBytes > kProduct ? TileScratch::kBytes : kProduct;
 
 double peak(int64_t rounds, float* sink) {

@@ -14,6 +14,10 @@ template <class F> struct Decoded {
     void rows(const uint8_t* block, typename I::Pairs* out) const { *out = I::load_pairs(block); }
   };
 };
+// A format that may have zero points, in a matrix without: what adds them costs registers also where it is not run.
+template <class F> struct Plain : F {
+  static constexpr bool kZeros = false;
+};
 template <class F> constexpr bool kIsDecoded = false;
 template <class F> constexpr bool kIsDecoded<Decoded<F>> = true;
 
@@ -87,17 +91,43 @@ inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, con
   }
 }
 
-// What the zero points of the group from `begin` to `end` add: (8 - z) * scale times the sum of the activations.
+// The sum of a row's activations over the group from `begin` to `end`.
+inline float sum_of(const lk::PanelLayout& layout, const uint16_t* row, int begin, int end) {
+  const float* parts = reinterpret_cast<const float*>(row + layout.depth);
+  float sum = 0.0f;
+  for (int i = begin / lk::kSumOf; i < end / lk::kSumOf; ++i) sum += parts[i];
+  return sum;
+}
+
+// Where there are zero points, the sums of blocks of R rows and more are made once for all panels, group by group, if the
+// scratch holds them; otherwise anew for every panel.
+constexpr size_t kSumBytes = size_t(256) << 10;  // scratch behind what is spread
+template <class F, int R> bool sums_once(const lk::Product& a) {
+  const lk::PanelLayout& layout = *a.layout;
+  return F::kZeros && R > 2 && size_t(a.row_count) * size_t((layout.depth + layout.group - 1) / layout.group) * sizeof(float) <= kSumBytes;
+}
+template <class I> float* sums_at(const lk::Product& a) {
+  return reinterpret_cast<float*>(a.scratch + kDecodedBytes + (I::kSpreads ? kSpreadBytes : 0));
+}
+inline void sum_groups(const lk::Product& a, float* to) {
+  const int depth = a.layout->depth, group = a.layout->group;
+  for (int begin = 0; begin < depth; begin += group)
+    for (int r = 0; r < a.row_count; ++r) *to++ = sum_of(*a.layout, a.rows[r], begin, begin + group < depth ? begin + group : depth);
+}
+
+// What the zero points of the group from `begin` to `end` add: (8 - z) * scale times the sum of the activations, which may be
+// known.
 template <class I, int P, int R>
 inline void add_zero_points(const lk::PanelLayout& layout, const uint8_t* const (&zeros)[P], const typename I::F32 (&scale)[P],
-                            const uint16_t* const* rows, int begin, int end, typename I::F32 (&sums)[R][P]) {
+                            const uint16_t* const* rows, const float* known, int begin, int end, typename I::F32 (&sums)[R][P]) {
+  typename I::F32 each[P];
+#pragma GCC unroll 8
+  for (int p = 0; p < P; ++p) each[p] = I::mul(I::signed_bytes(zeros[p]), scale[p]);
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r) {
-    const float* parts = reinterpret_cast<const float*>(rows[r] + layout.depth);
-    float sum = 0.0f;
-    for (int i = begin / lk::kSumOf; i < end / lk::kSumOf; ++i) sum += parts[i];
+    const auto sum = I::set1(known ? known[r] : sum_of(layout, rows[r], begin, end));
 #pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) sums[r][p] = I::fma(I::mul(I::signed_bytes(zeros[p]), scale[p]), I::set1(sum), sums[r][p]);
+    for (int p = 0; p < P; ++p) sums[r][p] = I::fma(each[p], sum, sums[r][p]);
   }
 }
 
@@ -129,8 +159,8 @@ struct Ahead {
 // Formats with scales sum every step on its own and add it, scaled, to the total: a long group would be one chain of
 // dependent dot2, and their latency would be what one row waits for. `end`: the panel behind the product's last.
 template <class F, class I, int P, int R>
-[[gnu::always_inline]] inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows, const float* spread, Ahead* ahead,
-                       const typename F::template Decoder<I>& decoder, typename I::F32 (&sums)[R][P]) {
+[[gnu::always_inline]] inline void dot_panels(const lk::Product& a, int panel, int end, const uint16_t* const* rows, const float* spread, const float* known,
+                       Ahead* ahead, const typename F::template Decoder<I>& decoder, typename I::F32 (&sums)[R][P]) {
   using F32 = typename I::F32;
   constexpr bool kScaled = F::kGroup != 0;
   const lk::PanelLayout& layout = *a.layout;
@@ -186,11 +216,10 @@ template <class F, class I, int P, int R>
       k += kStepOf<F>;
     } while (F::kGroup != kStepOf<F> && k < end_of_group);
     if constexpr (F::kZeros) {
-      if (layout.zeros) {
-        add_zero_points<I, P, R>(layout, zeros, scale, rows, begin, end_of_group, sums);
+      add_zero_points<I, P, R>(layout, zeros, scale, rows, known, begin, end_of_group, sums);
+      if (known) known += a.row_count;
 #pragma GCC unroll 8
-        for (int p = 0; p < P; ++p) zeros[p] += lk::kColumns;
-      }
+      for (int p = 0; p < P; ++p) zeros[p] += lk::kColumns;
     }
   }
 }
@@ -206,9 +235,10 @@ template <class F, class I, int P, int N, int R, class Epilogue>
     for (int n = 0; n < N; n += Epilogue::kPanels) done.expect((panel + n) / Epilogue::kPanels, (first + r) / a.split);
   float* const spread = reinterpret_cast<float*>(a.scratch + kDecodedBytes);
   if constexpr (kSpread<I, R>) spread_rows<I, R>(a.rows + first, a.layout->depth, spread);
+  const float* const known = sums_once<F, R>(a) ? sums_at<I>(a) + first : nullptr;
   for (int n = 0; n < N; n += P) {
     typename I::F32 sums[R][P];
-    dot_panels<F, I, P, R>(a, panel + n, end, a.rows + first, spread, ahead, decoder, sums);
+    dot_panels<F, I, P, R>(a, panel + n, end, a.rows + first, spread, known, ahead, decoder, sums);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
@@ -242,6 +272,7 @@ void blocks(const lk::Product& a, const Epilogue& done) {
   constexpr int kFewest = R == 1 ? 1 : kManyBlocks<I, R> ? R / 2 : R / 2 + 1;
   const typename F::template Decoder<I> decoder;
   const int end = (a.first + a.count) * kStep;
+  if (sums_once<F, R>(a)) sum_groups(a, sums_at<I>(a));
   // Equal blocks, of an even number of rows where two make one: no thin last one.
   const int64_t units = a.row_count / a.split, count = (a.row_count + R - 1) / R;
   const auto each_block = [&]<class G>(const lk::Product& product, const typename G::template Decoder<I>& its, int panel, int next) {
@@ -280,6 +311,9 @@ void blocks(const lk::Product& a, const Epilogue& done) {
 }
 
 template <class F, class I, int R = 1, class Epilogue> void product(const lk::Product& a, const Epilogue& done) {
+  if constexpr (R == 1 && F::kZeros) {
+    if (!a.layout->zeros) return product<Plain<F>, I>(a, done);
+  }
   if constexpr (R < I::kRows) {
     if (a.row_count > R && !(R * 2 == I::kRows && I::kSpreads && a.layout->depth > kMostSpreadDepth)) return product<F, I, R * 2>(a, done);
   }

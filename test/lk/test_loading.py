@@ -627,7 +627,6 @@ def test_the_types_of_codes_and_scales_are_read_from_the_headers_of_each_layer(t
     assert loading.stored_types(tmp_path, 1) == {SCALES: torch.bfloat16}
     assert loading.stored_types(tmp_path, 2) == {CODES: torch.float32}
     assert loading.stored_types(tmp_path, 3) == {}
-    assert loading.stored_types(tmp_path / "name/of-a-hub", 0) == {}
 
 
 def test_what_the_headers_do_not_tell_is_packed_so_that_any_type_fits():

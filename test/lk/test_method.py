@@ -1,5 +1,6 @@
 """The method in upstream's clothes: stub parameters, loaders, routing and the end of the load, with upstream's own classes."""
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,8 @@ def method(monkeypatch):
 
 
 def arguments(**changes):
-    return SimpleNamespace(**{"device": "cpu", "load_format": "auto", "nnodes": 1, "model_path": "no/folder", **changes})
+    here = str(Path(__file__).parent)  # a local folder whose files tell nothing
+    return SimpleNamespace(**{"device": "cpu", "load_format": "auto", "nnodes": 1, "model_path": here, **changes})
 
 
 def base_method(name):
@@ -237,6 +239,79 @@ def test_a_dummy_load_fills_the_layer(method, monkeypatch):
     made.quant_method.process_weights_after_loading(made)
     out = ask(made, *layers.batch(layer, 3))
     assert out.isfinite().all() and out.any()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """``hub(stored, revision=..., cache=...)`` fetches ``made/up``, whose layer 3 has codes of that type, long before the server
+    starts. Nothing here reaches a network."""
+    import huggingface_hub
+
+    from sglang.srt.lk import loading
+    from sglang.srt.model_loader import loader
+
+    monkeypatch.setattr(loader, "get_server_args", lambda: None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    loading.fetched.cache_clear()
+
+    def fetch(stored, *, revision="main", cache="hub"):
+        safetensors = pytest.importorskip("safetensors.torch")
+        repository, commit = tmp_path / cache / "models--made--up", f"{stored}-{revision}".replace(".", "-")
+        (repository / "refs").mkdir(parents=True, exist_ok=True)
+        (repository / "refs" / revision).write_text(commit)
+        (repository / "blobs").mkdir(exist_ok=True)
+        (repository / "snapshots" / commit).mkdir(parents=True)
+        safetensors.save_file({f"{layers.NAME}.0.gate_proj.weight": torch.zeros(1, dtype=stored)}, repository / "blobs" / commit)
+        (repository / "snapshots" / commit / "model.safetensors").symlink_to(f"../../blobs/{commit}")
+
+    return fetch
+
+
+def stored_of(method, monkeypatch, *, is_draft=False, **args):
+    """What the checkpoint's headers say of the layer's codes, for a server with these arguments."""
+    from sglang.srt.lk import loading
+
+    monkeypatch.setattr(method, "_args", lambda: arguments(**args))
+    return loading.stored_types(method._folder(is_draft=is_draft), 3).get(formats.CODES)
+
+
+def test_the_checkpoints_types_are_known_by_a_name_of_a_hub_as_by_a_folder(method, monkeypatch, hub):
+    hub(torch.bfloat16)
+    monkeypatch.setattr(method, "_args", lambda: arguments(model_path="made/up"))
+    layer = layers.random_layer(CASES["f16"])
+    made = take_over(method, layer, "f16")  # a bf16 checkpoint with --dtype float16
+    assert made.quant_method.store.geometry.dtype is torch.float16
+    assert made.quant_method.store.geometry.stored == {formats.CODES: torch.bfloat16}
+    assert made.quant_method.store.experts.native.format == "bf16"
+
+
+def test_a_name_of_a_hub_is_looked_up_with_the_servers_revision_and_folder(method, monkeypatch, hub, tmp_path):
+    hub(torch.bfloat16)
+    hub(torch.float16, revision="v2")
+    hub(torch.float32, cache="elsewhere")
+    assert stored_of(method, monkeypatch, model_path="made/up") is torch.bfloat16
+    assert stored_of(method, monkeypatch, model_path="made/up", revision="v2") is torch.float16
+    assert stored_of(method, monkeypatch, model_path="made/up", download_dir=str(tmp_path / "elsewhere")) is torch.float32
+
+
+def test_a_draft_model_has_its_own_name_and_revision(method, monkeypatch, hub):
+    hub(torch.bfloat16)
+    hub(torch.float16, revision="draft")
+    own = dict(model_path="made/up", speculative_draft_model_path="made/up", speculative_draft_model_revision="draft")
+    assert stored_of(method, monkeypatch, **own) is torch.bfloat16
+    assert stored_of(method, monkeypatch, is_draft=True, **own) is torch.float16
+    assert stored_of(method, monkeypatch, is_draft=True, model_path="made/up") is torch.bfloat16
+
+
+def test_a_name_that_cannot_be_fetched_is_an_error_and_no_guess(method, monkeypatch, hub):
+    with pytest.raises(OSError) as caught:  # which ``patches.check_files_first`` says in one message
+        stored_of(method, monkeypatch, model_path="made/up")
+    assert "snapshot" in str(caught.value)
+
+
+def test_a_dummy_start_fetches_nothing(method, monkeypatch, hub):
+    assert stored_of(method, monkeypatch, model_path="made/up", load_format="dummy") is None
 
 
 def test_a_format_without_kernels_is_refused_with_the_ones_that_have(method):

@@ -181,12 +181,24 @@ def _patterns(layer: str, expert: int, part: str, what: str) -> list[re.Pattern[
     return [re.compile(begin + _WHAT[what])] + ([re.compile(begin + _OTHERWISE[what])] if what in _OTHERWISE else [])
 
 
+@lru_cache(maxsize=4)
+def fetched(name: str, *, revision: str | None, download_dir: str | None, load_format: str) -> Path:
+    """The folder of a checkpoint with a name of a hub, fetched if need be, by upstream's loader and with its settings: it finds the
+    same files there when it reads them."""
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+
+    loader = DefaultModelLoader(LoadConfig(load_format=load_format, download_dir=download_dir))
+    folder, _, _ = loader._prepare_weights(name, revision, fall_back_to_pt=True)
+    return Path(folder)
+
+
 STORED = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
 
 def stored_types(folder: Path, layer_id: int) -> dict[str, torch.dtype]:
-    """Float types of a layer's codes and scales in a local checkpoint, as the headers tell: {} where they do not, and no
-    complaint, since a damaged checkpoint is refused when it is read."""
+    """Float types of a layer's codes and scales in the checkpoint of a folder, as the headers tell: {} where they do not (files
+    that are no safetensors), and no complaint, since a damaged checkpoint is refused when it is read."""
     found = {}
     for what, (name, file) in _first_tensors(folder).get(layer_id, {}).items():
         tensor = _header(file).get(name)

@@ -329,10 +329,17 @@ def _args() -> Any:
 
 
 def _folder(*, is_draft: bool) -> Path:
-    """Where the model's checkpoint is if it is local; a name of a hub is a folder that does not exist."""
+    """Where the model's checkpoint is. One that is named as on a hub is fetched now, which upstream does only when the model is
+    built: its headers say how experts are packed. A dummy start has no checkpoint to fetch."""
     args = _args()
-    draft = getattr(args, "speculative_draft_model_path", None) if is_draft else None
-    return Path(draft or args.model_path)
+    name, revision, load_format = (getattr(args, field, None) for field in ("model_path", "revision", "load_format"))
+    if is_draft:
+        load_format = getattr(args, "speculative_draft_load_format", None) or load_format
+        if own := getattr(args, "speculative_draft_model_path", None):
+            name, revision = own, getattr(args, "speculative_draft_model_revision", None)
+    if load_format == "dummy" or Path(name).is_dir():
+        return Path(name)
+    return loading.fetched(name, revision=revision, download_dir=getattr(args, "download_dir", None), load_format=load_format or "auto")
 
 
 def _layer_count() -> int | None:

@@ -5,19 +5,16 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
-#include <pthread.h>
 #include <sched.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
 #include <cmath>
-#include <thread>
 
 #include "bind_handover.h"
 #include "cpu.h"
 #include "dispatch.h"
 #include "moe/experts.h"
+#include "without_gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -28,42 +25,6 @@ constexpr int kAbi = 3;  // raised when a signature below changes; the Python si
 constexpr const char* kFormatNames[] = {"bf16", "f16", "fp8", "mxfp8", "mxfp4", "nvfp4", "int4"};
 
 [[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
-
-// Around native work: other Python threads run. Once the interpreter ends, a daemon thread that comes back from a call
-// must not ask for the GIL: Python would unwind it through frames that may not throw, which aborts the process. It sleeps
-// instead, and the process ends around it.
-class WithoutGil {
- public:
-  WithoutGil() : state_(PyEval_SaveThread()) {}
-  ~WithoutGil() {
-    ++returning_;
-    if (closing_ && std::this_thread::get_id() != closer_) {
-      --returning_;
-      for (;;) std::this_thread::sleep_for(std::chrono::hours(1));
-    }
-    PyEval_RestoreThread(state_);
-    --returning_;
-  }
-  static void watch() {
-    pthread_atfork(nullptr, nullptr, [] { returning_ = 0; });  // a forked child has none of the other threads
-    nb::module_::import_("atexit").attr("register")(nb::cpp_function(&WithoutGil::close));
-  }
-
- private:
-  // At the interpreter's end; afterwards no other thread waits for the GIL in here, or ever will.
-  static void close() {
-    closer_ = std::this_thread::get_id();
-    closing_ = true;
-    PyThreadState* state = PyEval_SaveThread();
-    while (returning_) std::this_thread::yield();
-    PyEval_RestoreThread(state);
-  }
-
-  PyThreadState* state_;
-  static inline std::atomic<int> returning_{0};
-  static inline std::atomic<bool> closing_{false};
-  static inline std::thread::id closer_;
-};
 
 template <class Value> Value one_of(const std::string& what, const std::string& name, std::initializer_list<std::pair<const char*, Value>> all) {
   std::string names;
@@ -158,7 +119,7 @@ struct PyExperts {
     check(expert);
     const lk::Part where = part_of(part);
     const lk::Rows rows{address<const uint8_t>(ptr, "the weight"), row_bytes, word_bytes};
-    const WithoutGil released;
+    const lk::WithoutGil released;
     return (experts.*which)(expert, where, rows);
   }
   int64_t pack_codes(int expert, const std::string& part, uintptr_t ptr, int64_t row_bytes, int64_t word_bytes) {
@@ -199,7 +160,7 @@ struct PyExperts {
     const lk::Forward call{address<const void>(x, "x"), x_row_bytes, x_type, tokens,
                            {address<const void>(ids, "ids"), ids_row_bytes, wide, address<const void>(w, "w"), w_row_bytes, top_k},
                            address<void>(out, "out"), out_row_bytes, out_type, scale, weight_on_input};
-    const WithoutGil released;
+    const lk::WithoutGil released;
     experts.forward(call);
   }
 };
@@ -234,7 +195,7 @@ nb::list list_isas() {
 
 NB_MODULE(sgl_kernel_ext, m) {
   nb::set_leak_warnings(false);  // an engine lives until the process ends
-  WithoutGil::watch();
+  lk::WithoutGil::watch();
   m.doc() = "CPU kernels and engine of sglang-lk: mixture-of-experts layers from packed host memory.";
   m.attr("ABI") = kAbi;
   m.def("isas", &list_isas, "Instruction sets of this build, ascending preference: name, supported, missing, lane.");
@@ -273,12 +234,12 @@ NB_MODULE(sgl_kernel_ext, m) {
         d["busy_us"] = double(e.stats.busy_ns) / 1e3;
         return d;
       })
-      .def("read_gb_per_s", &lk::Engine::read_gb_per_s, "megabytes"_a = 512.0, "seconds"_a = 0.2, nb::call_guard<WithoutGil>(),
+      .def("read_gb_per_s", &lk::Engine::read_gb_per_s, "megabytes"_a = 512.0, "seconds"_a = 0.2, nb::call_guard<lk::WithoutGil>(),
            "GB/s of a plain reader with all threads over 2 MB pages.")
-      .def("dot_gflop_per_s", &lk::Engine::dot_gflop_per_s, "seconds"_a = 0.2, nb::call_guard<WithoutGil>(),
+      .def("dot_gflop_per_s", &lk::Engine::dot_gflop_per_s, "seconds"_a = 0.2, nb::call_guard<lk::WithoutGil>(),
            "GFLOP/s of this instruction set's dot product on registers with all threads.")
       .def("call_us", [](std::shared_ptr<lk::Engine> e, double seconds) { return lk::call_us(std::move(e), seconds); }, "seconds"_a = 0.05,
-           nb::call_guard<WithoutGil>(), "Microseconds of a forward call with almost no work, the best of many rounds.");
+           nb::call_guard<lk::WithoutGil>(), "Microseconds of a forward call with almost no work, the best of many rounds.");
 
   nb::class_<PyExperts>(m, "Experts", "The routed experts of one layer, packed, and their forward pass.")
       .def("__init__",
@@ -311,7 +272,7 @@ NB_MODULE(sgl_kernel_ext, m) {
         const lk::Share& s = all[size_t(share)];
         return nb::bytes(reinterpret_cast<const char*>(s.weights.data()) + size_t(expert) * s.expert_bytes, s.expert_bytes);
       }, "expert"_a, "share"_a = 0, "A copy of one expert's packed bytes on one node (docs/reference/packed-layout.md).")
-      .def("take", [](PyExperts& e) { e.experts.take(); }, nb::call_guard<WithoutGil>(),
+      .def("take", [](PyExperts& e) { e.experts.take(); }, nb::call_guard<lk::WithoutGil>(),
            "Touches the packed memory with all threads, so that packing does not wait for the system to clear pages.")
       .def("pack_codes", &PyExperts::pack_codes, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a, "word_bytes"_a = 4,
            "Packs one matrix from checkpoint rows; returns how many values are not finite. word_bytes: 4-bit codes, from one "
@@ -321,7 +282,7 @@ NB_MODULE(sgl_kernel_ext, m) {
       .def("pack_zeros", &PyExperts::pack_zeros, "expert"_a, "part"_a, "ptr"_a, "row_bytes"_a,
            "Packs one matrix's zero points, a byte per column and group; returns how many are above 16.")
       .def("set_column_scales", &PyExperts::column_scales, "expert"_a, "part"_a, "ptr"_a, "One float32 factor per output column.")
-      .def("repeat_first", [](PyExperts& e) { e.experts.repeat_first(); }, nb::call_guard<nb::gil_scoped_release>(),
+      .def("repeat_first", [](PyExperts& e) { e.experts.repeat_first(); }, nb::call_guard<lk::WithoutGil>(),
            "Makes every other expert a copy of expert 0, for layers of random weights.")
       .def("set_global_scale", &PyExperts::global_scale, "expert"_a, "part"_a, "value"_a)
       .def("set_bias", &PyExperts::bias, "expert"_a, "part"_a, "ptr"_a)

@@ -10,6 +10,7 @@
 #include <tuple>
 
 #include "moe/handover.h"
+#include "without_gil.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -29,7 +30,8 @@ Type type_of(const std::string& name) {
 // The threads hold plain references, so the Python side of what they refer to is kept here.
 struct PyHandover {
   Handover native;
-  std::vector<nb::object> kept;
+  nb::object buffers;
+  std::vector<nb::object> experts_of;  // by layer
 
   PyHandover(std::vector<int> cpus, int cpu, int spin_us, int patience_ms) : native(std::move(cpus), cpu, spin_us, patience_ms) {}
 
@@ -38,9 +40,9 @@ struct PyHandover {
     for (uintptr_t address : {control, x, ids, weights, out})
       if (address == 0 || address % 64) refuse("control, x, ids, weights and out must be addresses on multiples of 64");
     if (x_bytes < 1 || out_bytes < 1 || routes < 1) refuse("x_bytes, out_bytes and routes must be positive");
-    kept.push_back(std::move(owner));
     native.bind({reinterpret_cast<Control*>(control), reinterpret_cast<const void*>(x), reinterpret_cast<const int32_t*>(ids),
                  reinterpret_cast<const float*>(weights), reinterpret_cast<void*>(out), x_bytes, out_bytes, routes});
+    buffers = std::move(owner);
   }
   int add(const std::string& name, nb::object experts, int top_k, const std::string& dtype, float scale, bool weight_on_input,
           int64_t ns_per_row) {
@@ -49,7 +51,7 @@ struct PyHandover {
     if (ns_per_row < 0) refuse("ns_per_row is negative");
     const Type type = type_of(dtype);
     auto* native_experts = reinterpret_cast<Experts*>(nb::cast<uintptr_t>(experts.attr("address")));
-    kept.push_back(std::move(experts));
+    experts_of.push_back(std::move(experts));
     return native.add({name, native_experts, top_k, type, scale, weight_on_input, ns_per_row});
   }
   uintptr_t ticket(int layer, int64_t rows) {
@@ -64,7 +66,6 @@ struct PyHandover {
     d["rows"] = s.rows;
     d["busy_us"] = double(s.busy_ns) / 1e3;
     d["wait_us"] = double(s.wait_ns) / 1e3;
-    d["round_us"] = double(s.round_ns) / 1e3;
     return d;
   }
 };
@@ -89,11 +90,11 @@ void bind_handover(nb::module_& m) {
       .def_prop_ro_static("host_functions", [](nb::handle) {
         return std::make_tuple(reinterpret_cast<uintptr_t>(&Handover::submit), reinterpret_cast<uintptr_t>(&Handover::join));
       }, "Addresses of two functions for cudaLaunchHostFunc: ask, and wait for the answer.")
-      .def("failure", [](PyHandover& h, int ms) { return h.native.failure(ms); }, "ms"_a = 0, nb::call_guard<nb::gil_scoped_release>(),
+      .def("failure", [](PyHandover& h, int ms) { return h.native.failure(ms); }, "ms"_a = 0, nb::call_guard<WithoutGil>(),
            "Waits up to `ms` and says which layer failed and why, or nothing.")
       .def("abort", [](PyHandover& h) { h.native.abort(); }, "Lets the GPU go at once; what it then has is no result.")
-      .def("close", [](PyHandover& h) { h.native.close(); }, nb::call_guard<nb::gil_scoped_release>(), "Ends the threads.")
-      .def("stats", &PyHandover::stats, "Sums since the start: calls, steps, rows, and microseconds busy, waited, under way.");
+      .def("close", [](PyHandover& h) { h.native.close(); }, nb::call_guard<WithoutGil>(), "Ends the threads.")
+      .def("stats", &PyHandover::stats, "Sums since the start: calls, steps, rows, and microseconds busy and waited (0 with host functions).");
 }
 
 }  // namespace lk

@@ -456,6 +456,7 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
 
 void Experts::forward(const Forward& call) {
   const auto held = engine_->lock();
+  const FlushSubnormals flush;
   const int64_t start = now_ns();
   engine_->pool().stay_awake(0);
   if (engine_->places()) engine_->pool().bring_caller();

@@ -77,11 +77,8 @@ int64_t Handover::capacity(int layer) const {
 }
 
 Handover::Stats Handover::stats() const {
-  Stats s{calls_, steps_, rows_, busy_ns_, 0, 0};
-  if (const Control* control = control_.load()) {
-    s.wait_ns = int64_t(control->wait_ns.load(std::memory_order_relaxed));
-    s.round_ns = int64_t(control->round_ns.load(std::memory_order_relaxed));
-  }
+  Stats s{calls_, steps_, rows_, busy_ns_, 0};
+  if (const Control* control = control_.load()) s.wait_ns = int64_t(control->wait_ns.load(std::memory_order_relaxed));
   return s;
 }
 

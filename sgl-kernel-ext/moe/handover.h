@@ -31,10 +31,10 @@ struct alignas(64) Control {
   alignas(64) std::atomic<uint64_t> done;
   std::atomic<uint64_t> abort;
   uint64_t pad1[6];
-  // The GPU: layer + 1 of a wait that passed its limit, and sums over all calls.
+  // The GPU: layer + 1 of a wait that passed its limit, and the sum of all waits.
   alignas(64) std::atomic<uint64_t> expired;
-  std::atomic<uint64_t> wait_ns, round_ns;
-  uint64_t pad2[5];
+  std::atomic<uint64_t> wait_ns;
+  uint64_t pad2[6];
   uint64_t spare[8];
 };
 static_assert(sizeof(Control) == 256);
@@ -60,7 +60,7 @@ class Handover {
     bool weight_on_input;
     int64_t ns_per_row;  // what the watch allows beyond `patience_ms`
   };
-  struct Stats { int64_t calls, steps, rows, busy_ns, wait_ns, round_ns; };
+  struct Stats { int64_t calls, steps, rows, busy_ns, wait_ns; };
 
   // The thread runs on `cpu` (-1: anywhere), stays awake `spin_us` after a request and then looks ever more rarely.
   Handover(std::vector<int> cpus, int cpu, int spin_us, int patience_ms);

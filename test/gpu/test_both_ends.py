@@ -113,7 +113,7 @@ def test_the_gpu_says_how_long_it_waited(make):
         hand.forward(layer, *cuda(given), name=NAME)
     torch.cuda.synchronize()
     stats = hand.native.stats()
-    assert 0 < stats["busy_us"] < stats["round_us"] == stats["wait_us"] < 1e6 * (time.monotonic() - began)
+    assert 0 < stats["busy_us"] < stats["wait_us"] < 1e6 * (time.monotonic() - began)
 
 
 def test_a_batch_beyond_the_buffers_is_handed_over_in_pieces(make):

@@ -6,7 +6,7 @@ import pytest
 
 from sglang.srt.lk import telemetry
 
-SUMS = {"calls": 0, "steps": 0, "rows": 0, "busy_us": 0.0, "wait_us": 0.0, "round_us": 0.0}
+SUMS = {"calls": 0, "steps": 0, "rows": 0, "busy_us": 0.0, "wait_us": 0.0}
 
 
 def after(steps, **more):
@@ -19,15 +19,15 @@ def test_a_line_comes_once_enough_steps_have_passed_and_speaks_of_those(caplog):
         say(SUMS)
         say(after(39))
         assert not caplog.records
-        say(after(50, round_us=30_000.0, wait_us=20_000.0))
-        say(after(60, round_us=36_000.0, wait_us=24_000.0))
+        say(after(50, wait_us=30_000.0))
+        say(after(60, wait_us=36_000.0))
     assert [record.getMessage() for record in caplog.records] == [
-        "Hybrid MoE: [decode] 50 steps, 2.0 rows a layer; ms a step: CPU experts 0.500, under way beyond that 0.100, GPU waited 0.400"
+        "Hybrid MoE: [decode] 50 steps, 2.0 rows a layer; ms a step: CPU experts 0.500, GPU waited 0.600, handing over 0.100 of it"
     ]
 
 
-def test_host_functions_have_no_time_under_way():
-    assert "under way" not in telemetry.line(after(10)) and "CPU experts 0.500, GPU waited 0.000" in telemetry.line(after(10))
+def test_host_functions_do_not_know_how_long_the_gpu_waited():
+    assert telemetry.line(after(10)).endswith("CPU experts 0.500")
 
 
 def test_metrics_follow_the_sums_and_never_fall():
@@ -37,9 +37,9 @@ def test_metrics_follow_the_sums_and_never_fall():
     def value(name, **labels):
         return client.REGISTRY.get_sample_value(f"sglang_lk_{name}", {"tp_rank": "3", **labels})
 
-    metrics(after(10, round_us=6000.0))
-    metrics(after(20, round_us=12_500.0))
-    metrics(after(20, round_us=12_000.0))
+    metrics(after(10, wait_us=6000.0))
+    metrics(after(20, wait_us=12_500.0))
+    metrics(after(20, wait_us=12_000.0))
     assert (value("steps_total"), value("rows_total"), value("requests_total")) == (20, 160, 80)
     assert value("cpu_busy_seconds_total") == pytest.approx(0.01) and value("handover_seconds_total") == pytest.approx(0.0025)
     assert (value("layers", role="cpu"), value("layers", role="resident"), value("expert_bytes", role="cpu")) == (4, 2, 1000)

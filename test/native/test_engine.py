@@ -314,6 +314,22 @@ def test_the_interpreter_ends_quietly_while_a_daemon_thread_is_in_a_call():
     assert [(ended.returncode, ended.stderr) for ended in (in_a_process(EXIT) for _ in range(3))] == [(0, "")] * 3
 
 
+def test_the_interpreter_ends_quietly_while_daemon_threads_wait_for_a_failure():
+    """The threads of telemetry and of the watch for failures, which return from the hand-over every second or sooner."""
+    waiting = """
+import os, threading, time
+import sgl_kernel_ext
+hand = sgl_kernel_ext.Handover([min(os.sched_getaffinity(0))])
+def wait():
+    while True:
+        hand.failure(ms=1)
+for _ in range(8):
+    threading.Thread(target=wait, daemon=True).start()
+time.sleep(0.05)
+"""
+    assert [(ended.returncode, ended.stderr) for ended in (in_a_process(waiting) for _ in range(3))] == [(0, "")] * 3
+
+
 def test_after_the_interpreter_has_begun_to_end_its_own_thread_still_calls():
     ended = in_a_process(f"""
 import atexit

@@ -14,7 +14,7 @@ constexpr int kMostRows = 4096;  // MOST_ROWS of handover.py
 struct Control {
   u64 request; u32 layer, rows; u64 pad0[6];                // written here
   u64 done, abort; u64 pad1[6];                             // written by the host
-  u64 expired, wait_ns, round_ns; u64 pad2[5]; u64 spare[8];  // written here
+  u64 expired, wait_ns; u64 pad2[6]; u64 spare[8];          // written here
 };
 
 // In device memory, zero at the start. Requests follow each other, and each has the number after `finished`, which it
@@ -192,10 +192,9 @@ extern "C" __global__ void __launch_bounds__(512) exchange(Rows x, Rows y, Route
     if (good && routed[turn]) receive(y, host, row);
     else fill(y, row, good ? 0u : 0xffffffffu);  // without an answer NaN in every type, so that nothing can take it for a result
   }
-  if (waited) {  // nothing runs between the request and the wait for it, so both sums are one
+  if (waited) {
     waited += waited_before;
     *(volatile u64*)&state->waited_ns = waited;
     *(volatile u64*)&host.control->wait_ns = waited;
-    *(volatile u64*)&host.control->round_ns = waited;
   }
 }

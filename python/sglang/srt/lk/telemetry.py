@@ -20,11 +20,8 @@ COUNTERS: dict[str, tuple[str, Callable[[Mapping[str, float]], float]]] = {
     "requests": ("Layers handed over to the CPU.", lambda s: s["calls"]),
     "rows": ("Rows handed over, without padding.", lambda s: s["rows"]),
     "cpu_busy_seconds": ("Time the CPU experts computed.", lambda s: s["busy_us"] / 1e6),
-    "gpu_wait_seconds": ("Time the GPU's stream waited for the CPU experts.", lambda s: s["wait_us"] / 1e6),
-    "handover_seconds": (
-        "Time requests were under way beyond what the CPU computed; 0 with host functions.",
-        lambda s: max(0.0, s["round_us"] - s["busy_us"]) / 1e6 if s["round_us"] else 0.0,
-    ),
+    "gpu_wait_seconds": ("Time the GPU's stream waited for the CPU experts; 0 with host functions.", lambda s: s["wait_us"] / 1e6),
+    "handover_seconds": ("That time less what the CPU computed; 0 with host functions.", lambda s: max(0.0, s["wait_us"] - s["busy_us"]) / 1e6),
 }
 
 
@@ -66,13 +63,12 @@ class Line:
 
 
 def line(since: Mapping[str, float]) -> str:
-    """``[decode]`` with the milliseconds of a step, from the differences of the native sums."""
+    """``[decode]`` with the milliseconds of a step, from the differences of the native sums. Host functions do not know how
+    long the GPU waited."""
     steps, ms = since["steps"], 1e3 * since["steps"]
-    under_way = f", under way beyond that {(since['round_us'] - since['busy_us']) / ms:.3f}" if since["round_us"] else ""
-    return (
-        f"[decode] {steps:.0f} steps, {since['rows'] / since['calls']:.1f} rows a layer; ms a step: CPU experts "
-        f"{since['busy_us'] / ms:.3f}{under_way}, GPU waited {since['wait_us'] / ms:.3f}"
-    )
+    wait, busy = since["wait_us"], since["busy_us"]
+    waited = f", GPU waited {wait / ms:.3f}, handing over {(wait - busy) / ms:.3f} of it" if wait else ""
+    return f"[decode] {steps:.0f} steps, {since['rows'] / since['calls']:.1f} rows a layer; ms a step: CPU experts {busy / ms:.3f}{waited}"
 
 
 class Metrics:
@@ -87,7 +83,7 @@ class Metrics:
         }
         self._said = dict.fromkeys(COUNTERS, 0.0)
         layers = Gauge("sglang_lk_layers", "MoE layers of a role.", ["role", *label], multiprocess_mode="mostrecent")
-        size = Gauge("sglang_lk_expert_bytes", "Bytes of experts in host memory.", ["role", *label], multiprocess_mode="mostrecent")
+        size = Gauge("sglang_lk_expert_bytes", "Bytes of experts, in host memory (cpu) or on the GPU (resident).", ["role", *label], multiprocess_mode="mostrecent")
         for role, (count, bytes_) in roles.items():
             layers.labels(role=role, **label).set(count)
             size.labels(role=role, **label).set(bytes_)

@@ -407,6 +407,24 @@ def test_a_layer_that_was_not_loaded_is_fatal(method, monkeypatch):
     assert "not loaded to the end" in str(caught.value)
 
 
+def test_only_a_forward_before_a_capture_is_left_out_not_the_replay_of_a_graph_in_pieces(method, monkeypatch):
+    """``--debug-cuda-graph`` runs the whole forward between two pieces, and the scope of a replay is that of a capture."""
+    from sglang.srt.model_executor.runner import get_is_capture_mode, model_capture_mode
+    from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.context import enable_breakable_cuda_graph
+
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    assert not method._warms_up()
+    with enable_breakable_cuda_graph():  # a replay
+        assert get_is_capture_mode() and not method._warms_up()
+        with model_capture_mode():  # a capture
+            assert method._warms_up()
+    with model_capture_mode():
+        assert method._warms_up()
+        capturing[0] = True
+        assert not method._warms_up()
+
+
 def test_beside_a_gpu_prefill_graphs_are_off_decode_keeps_them_and_it_is_said_once(method, monkeypatch, caplog):
     from sglang.srt import runtime_context
 

@@ -191,10 +191,11 @@ def _graphs_of_more_sizes(args: Any) -> None:
 
 
 def _warms_up() -> bool:
-    """Whether this is a forward that only warms a capture up: its result is dropped, so the CPU is not asked."""
-    from sglang.srt.model_executor.runner import get_is_capture_mode
+    """Whether this is a forward that only warms a capture up: its result is dropped, so the CPU is not asked. Upstream's
+    ``get_is_capture_mode`` is true in replays of graphs in pieces, too, whose results count."""
+    from sglang.srt.model_executor.runner_utils import capture_mode
 
-    return get_is_capture_mode() and not torch.cuda.is_current_stream_capturing()
+    return capture_mode.is_capture_mode and not torch.cuda.is_current_stream_capturing()
 
 
 def _range(name: str) -> contextlib.AbstractContextManager:

@@ -62,8 +62,8 @@ def test_a_plain_layer_is_taken_over():
         ("kt_weight_path", "/x"), ("enable_paged_experts", True), ("enable_eplb", True), ("ep_num_redundant_experts", 2),
         ("init_expert_location", "x.pt"), ("ep_size", 2), ("moe_a2a_backend", "deepep"), ("elastic_ep_backend", "mooncake"),
         ("dwdp_size", 2), ("enable_lora", True), ("lora_paths", ["x"]), ("enable_two_batch_overlap", True),
-        ("enable_single_batch_overlap", True), ("enable_torch_compile", True), ("enable_fused_moe_sum_all_reduce", True),
-        ("startup_weight_load_mode", "overlap"), ("weight_cache_mode", "shared"), ("enable_memory_saver", True),
+        ("enable_single_batch_overlap", True), ("enable_pdmux", True), ("enable_torch_compile", True),
+        ("enable_fused_moe_sum_all_reduce", True), ("startup_weight_load_mode", "overlap"), ("weight_cache_mode", "shared"), ("enable_memory_saver", True),
         ("moe_runner_backend", "triton_kernel"), ("load_format", "gguf"),
     ],
 )  # fmt: skip

@@ -47,6 +47,7 @@ ARGUMENTS: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("lora_paths", _set, "--lora-paths is not supported (adapters may touch experts): unset it"),
     ("enable_two_batch_overlap", _set, "--enable-two-batch-overlap is not supported: unset it"),
     ("enable_single_batch_overlap", _set, "--enable-single-batch-overlap is not supported: unset it"),
+    ("enable_pdmux", _set, "--enable-pdmux runs two streams at once, and the CPU answers one step after the other: unset it"),
     ("enable_torch_compile", _set, "--enable-torch-compile would trace into the experts: unset it"),
     ("enable_fused_moe_sum_all_reduce", _set, "--enable-fused-moe-sum-all-reduce sums the experts itself: unset it"),
     ("startup_weight_load_mode", _not("serial", None), "--startup-weight-load-mode must be serial"),

@@ -115,14 +115,30 @@ def test_scales_that_straddle_an_edge_are_refused_with_the_number(hidden, width,
         ({"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0}, kernels.Activation(alpha=1.702, limit=7.0, up_bias=1.0)),
         ({"gemm1_clamp_limit": 7.0}, kernels.Activation(limit=7.0, limit_after=True)),
         ({"swiglu_limit": 10.0}, kernels.Activation(limit=10.0)),
-        ({"activation": "gelu"}, kernels.Activation(name="gelu_tanh")),
+        ({"activation": "gelu_tanh"}, kernels.Activation(name="gelu_tanh")),
     ],
     ids=str,
 )
-def test_activations_follow_upstreams_runner(config, expected):
-    assert compat.activation(runner_config(**config)) == (expected, None)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_activations_follow_upstreams_runner(config, device, expected):
+    assert compat.activation(runner_config(**config), device=device) == (expected, None)
+
+
+@pytest.mark.parametrize(("device", "form"), [("cpu", "gelu_tanh"), ("cuda", "gelu")])
+def test_gelu_is_what_upstream_calls_so_on_the_device(device, form):
+    assert compat.activation(runner_config(activation="gelu"), device=device) == (kernels.Activation(name=form), None)
+
+
+@pytest.mark.upstream
+def test_upstreams_gelu_is_the_tanh_form_on_a_cpu():
+    from sglang.srt.layers.activation import GeluAndMul
+
+    gate = torch.linspace(-4, 4, 64)
+    out = GeluAndMul().forward_native(torch.cat([gate, torch.ones(64)]))
+    assert torch.equal(out, torch.nn.functional.gelu(gate, approximate="tanh"))
+    assert not torch.allclose(out, torch.nn.functional.gelu(gate), rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("config", [{"activation": "situ"}, {"is_gated": False, "activation": "relu2"}, {"activation": "gelu", "gemm1_alpha": 1.0}], ids=str)
 def test_other_activations_are_refused_by_name(config):
-    assert config.get("activation", "silu") in compat.activation(runner_config(**config))[1]
+    assert config.get("activation", "silu") in compat.activation(runner_config(**config), device="cpu")[1]

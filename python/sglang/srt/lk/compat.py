@@ -65,14 +65,14 @@ def check(*, layer: Any, name: str, method: object, format: ExpertFormat | None,
     problems += _device(args)
     problems += [reason] if reason else _format(layer, method, format)
     problems += _layer(layer, format)
-    problems += [activation(layer.moe_runner_config)[1] or ""]
+    problems += [activation(layer.moe_runner_config, device=device(args))[1] or ""]
     problems = [problem for problem in problems if problem]
     if problems:
         raise Refusal(name, problems)
 
 
-def activation(config: Any) -> tuple[Activation, str | None]:
-    """The layer's activation as the kernels know it, or why they do not. Follows upstream's Triton runner."""
+def activation(config: Any, *, device: str) -> tuple[Activation, str | None]:
+    """The layer's activation as the kernels know it, or why they do not. Follows upstream's Triton runner, on a CPU its path there."""
     alpha, clamp = config.gemm1_alpha, config.gemm1_clamp_limit
     limit = getattr(config, "swiglu_limit", None)
     if not config.is_gated:
@@ -84,8 +84,8 @@ def activation(config: Any) -> tuple[Activation, str | None]:
     if config.activation == "silu":
         return Activation(limit=limit or 0.0), None
     if config.activation in ("gelu", "gelu_tanh") and alpha is None and clamp is None and limit is None:
-        # What upstream's CPU path calls gelu is the tanh form.
-        return Activation(name="gelu_tanh"), None
+        # What upstream's CPU path calls gelu is the tanh form, beside a GPU it is the exact one.
+        return Activation(name="gelu_tanh" if device == "cpu" else config.activation), None
     return Activation(), f"the activation {config.activation!r} is not supported by this build (silu and gelu are)"
 
 

@@ -289,12 +289,11 @@ def _largest_batch(args: Any) -> int:
 
 
 def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geometry, bias: bool) -> LayerStore:
-    activation, _ = compat.activation(layer.moe_runner_config)
+    device = compat.device(_args())
+    activation, _ = compat.activation(layer.moe_runner_config, device=device)
     rank, ranks = _share_of_host()
     experts = kernels.Experts(
-        kernels.engine(
-            rank=rank, ranks=ranks, gpu=compat.device(_args()) == "cuda", batch_invariant=_deterministic()
-        ),
+        kernels.engine(rank=rank, ranks=ranks, gpu=device == "cuda", batch_invariant=_deterministic()),
         packing=format.packing(geometry),
         experts=geometry.experts,
         hidden=geometry.hidden,

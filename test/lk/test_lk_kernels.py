@@ -42,6 +42,29 @@ def engine_on(monkeypatch):
     return make
 
 
+def said_by_the_engine() -> str:
+    with pytest.raises(kernels.KernelError) as caught:
+        kernels.engine(rank=1, ranks=3)
+    return str(caught.value)
+
+
+def test_more_ranks_than_cpus_are_a_problem_that_the_start_can_say(engine_on, monkeypatch):
+    usable = cpus.usable
+    engine_on(0)
+    monkeypatch.setattr(cpus, "usable", lambda *args, **given: usable(*args, **{**given, "affinity": {0}}))
+    said = said_by_the_engine()
+    assert said.startswith("Hybrid MoE: 3 ranks share 1 usable CPU") and "lower --tp-size" in said
+
+
+def test_threads_that_the_system_does_not_give_are_a_problem_that_the_start_can_say(engine_on):
+    def refused(**options):
+        raise RuntimeError("the system started 1 of 3 worker threads and refused the next; use fewer threads")
+
+    engine_on(0).Engine = refused
+    said = said_by_the_engine()
+    assert said.startswith("Hybrid MoE: the system started 1 of 3 worker threads") and "LK_THREADS" in said
+
+
 def test_threads_that_could_not_be_bound_are_warned_about_once_with_the_remedy(engine_on, caplog):
     native = engine_on(2)
     with caplog.at_level(logging.WARNING):

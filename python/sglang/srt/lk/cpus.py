@@ -184,7 +184,7 @@ def _share(cores: list[list[int]], rank: int, ranks: int) -> list[list[int]]:
         cores = [[cpu] for core in cores for cpu in core]
     if len(cores) < ranks:
         raise ValueError(
-            f"Hybrid MoE: {ranks} ranks share {_count(len(cores), 'usable CPU')}; each needs one of its own: "
+            f"{ranks} ranks share {_count(len(cores), 'usable CPU')}; each needs one of its own: "
             "lower --tp-size or allow more CPUs (sglang-lk doctor says what limits them)"
         )
     return cores[rank * len(cores) // ranks : (rank + 1) * len(cores) // ranks]

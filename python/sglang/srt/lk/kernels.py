@@ -44,7 +44,7 @@ _engine_lock = threading.Lock()
 
 
 class KernelError(RuntimeError):
-    """The extension is missing, of another build, or was handed something it cannot address."""
+    """The extension is missing, of another build, was handed something it cannot address, or gets no CPUs or threads."""
 
 
 @dataclass(frozen=True)
@@ -82,24 +82,35 @@ def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False, batch_invariant:
     global _engine
     with _engine_lock:
         if _engine is None:
-            config = boot.current()
-            share = cpus.usable(config, rank=rank, ranks=ranks, affinity=boot.affinity(), gpu=gpu)
-            for warning in share.warnings:
-                logger.warning("Hybrid MoE: %s", warning)
-            _engine = extension().Engine(
-                cpus=share.cpus,
-                isa=config.isa or "",
-                bind="core" if config.thread_binding == "CPU_CORE" else "node",
-                spin_us=0 if config.power_saving else GPU_SPIN_US if gpu else SPIN_US,
-                huge=config.numa_huge,
-                batch_invariant=batch_invariant,
-                **share.placement(config),
-            )
+            _engine = _made(rank=rank, ranks=ranks, gpu=gpu, batch_invariant=batch_invariant)
             if _engine.unbound:
                 logger.warning("Hybrid MoE: %s", UNBOUND.format(refused=_engine.unbound, threads=_engine.threads))
             if _engine.unplaced:
                 logger.warning("Hybrid MoE: %s", UNPLACED.format(reason=_engine.unplaced))
         return _engine
+
+
+def _made(*, rank: int, ranks: int, gpu: bool, batch_invariant: bool) -> Any:
+    config = boot.current()
+    try:
+        share = cpus.usable(config, rank=rank, ranks=ranks, affinity=boot.affinity(), gpu=gpu)
+    except ValueError as error:
+        raise KernelError(f"Hybrid MoE: {error}") from error
+    for warning in share.warnings:
+        logger.warning("Hybrid MoE: %s", warning)
+    native = extension()
+    try:
+        return native.Engine(
+            cpus=share.cpus,
+            isa=config.isa or "",
+            bind="core" if config.thread_binding == "CPU_CORE" else "node",
+            spin_us=0 if config.power_saving else GPU_SPIN_US if gpu else SPIN_US,
+            huge=config.numa_huge,
+            batch_invariant=batch_invariant,
+            **share.placement(config),
+        )
+    except RuntimeError as error:
+        raise KernelError(f"Hybrid MoE: {error} (LK_THREADS sets the number of threads)") from error
 
 
 class Experts:

@@ -16,7 +16,7 @@ from sglang.srt.lk.term import Style, gib, pad, ranges
 
 _COLUMNS = (  # heading, width, side
     ("hidden,width,experts,k", 22, "<"),
-    ("format", 6, "<"),
+    ("format", 10, "<"),
     ("isa", 11, "<"),
     ("rows", 5, ">"),
     ("ms", 9, ">"),

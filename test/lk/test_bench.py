@@ -3,6 +3,7 @@
 import json
 import os
 import sys
+import types
 
 import double
 import numpy as np
@@ -159,6 +160,50 @@ def test_settings_of_the_server_hold_for_the_benchmark(ext):
     )
     assert (made.isas, made.huge, made.bind, len(made.cpus)) == (["avx2"], False, "node", 1)
     assert plan.make(options("--isa", "all"), {}, ext).isas == list(double.NAMES)
+
+
+@pytest.fixture
+def handed_over(monkeypatch):
+    """``bench handover`` on a machine with a GPU, up to the engine: the configurations that it was asked for with, and what it then
+    raises."""
+    torch = pytest.importorskip("torch")
+    from sglang.srt.lk import kernels as native
+
+    asked = types.SimpleNamespace(settings=[], error=native.KernelError("Hybrid MoE: no threads"))
+
+    def engine(*, config, gpu):
+        asked.settings.append(config)
+        raise asked.error
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(native, "engine", engine)
+    return asked
+
+
+@pytest.mark.parametrize("switch", [{}, {"LK_MOE_HYBRID_ENABLED": "1"}, {"LK_MOE_HYBRID_ENABLED": "0"}], ids=str)
+def test_settings_of_the_server_hold_for_the_hand_over_whatever_the_switch_says(handed_over, monkeypatch, switch, capsys):
+    for name, value in {"LK_THREADS": "1", "LK_ISA": "avx2", **switch}.items():
+        monkeypatch.setenv(name, value)
+    assert cli.main(["bench", "handover"]) == 1
+    assert [(settings.threads, settings.isa) for settings in handed_over.settings] == [(1, "avx2")]
+    assert capsys.readouterr().err == "sglang-lk: Hybrid MoE: no threads\n"
+
+
+def test_a_driver_that_refuses_is_one_message_of_the_hand_over(handed_over, capsys):
+    from sglang.srt.lk.driver import DriverError
+
+    handed_over.error = DriverError("Hybrid MoE: no compiler")
+    assert cli.main(["bench", "handover"]) == 1
+    assert capsys.readouterr().err == "sglang-lk: Hybrid MoE: no compiler\n"
+
+
+def test_wrong_settings_of_the_hand_over_are_said_at_once(handed_over, monkeypatch, capsys):
+    monkeypatch.setenv("LK_THREADS", "many")
+    monkeypatch.setenv("LK_ISA", "neon")
+    assert cli.main(["bench", "handover"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("sglang-lk: 2 problems") and "LK_THREADS='many'" in said and "LK_ISA=neon" in said
+    assert handed_over.settings == []
 
 
 def test_all_wrong_options_are_said_at_once(ext):

@@ -183,14 +183,22 @@ def _kernels(arguments: argparse.Namespace) -> int:
 
 
 def _handover(arguments: argparse.Namespace) -> int:
-    from sglang.srt.lk.bench import handover
+    from sglang.srt.lk.bench import handover, plan
+
+    settings = plan.settings(os.environ, _extension())
+    from sglang.srt.lk import driver, kernels  # torch is imported only now
 
     rows = []
-    for row in handover.run(
-        hidden=arguments.hidden, rows=arguments.rows or [1, 4, 32], layers=arguments.layers, samples=arguments.samples
-    ):
-        rows.append(row)
-        write("\n".join(handover.lines(rows)[0 if len(rows) == 1 else -1 :]))
+    measured = handover.run(
+        settings=settings, hidden=arguments.hidden, rows=arguments.rows or [1, 4, 32], layers=arguments.layers, samples=arguments.samples
+    )
+    try:
+        for row in measured:
+            rows.append(row)
+            write("\n".join(handover.lines(rows)[0 if len(rows) == 1 else -1 :]))
+    except (kernels.KernelError, driver.DriverError) as error:
+        write(f"sglang-lk: {error}", sys.stderr)
+        return 1
     if arguments.json:
         arguments.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
     return 0

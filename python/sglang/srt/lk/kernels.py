@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from sglang.srt.lk import boot, cpus
+from sglang.srt.lk.config import Config
 from sglang.srt.lk.formats import Packing
 
 logger = logging.getLogger(__name__)
@@ -75,14 +76,17 @@ def extension() -> ModuleType:
     return sgl_kernel_ext
 
 
-def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False, batch_invariant: bool = False) -> Any:
-    """This process's engine, on its share of the host's CPUs; the arguments count only the first time. Beside a GPU its
+def engine(
+    *, config: Config | None = None, rank: int = 0, ranks: int = 1, gpu: bool = False, batch_invariant: bool = False
+) -> Any:
+    """This process's engine, on its share of the host's CPUs; the arguments count only the first time. ``config``: another than
+    the process's own. Beside a GPU its
     workers stay awake for as long as the GPU is likely to work on the rest of a layer or step. ``batch_invariant``: a row's
     bits never depend on the other rows, also on ISAs with matrix multipliers."""
     global _engine
     with _engine_lock:
         if _engine is None:
-            _engine = _made(rank=rank, ranks=ranks, gpu=gpu, batch_invariant=batch_invariant)
+            _engine = _made(config or boot.current(), rank=rank, ranks=ranks, gpu=gpu, batch_invariant=batch_invariant)
             if _engine.unbound:
                 logger.warning("Hybrid MoE: %s", UNBOUND.format(refused=_engine.unbound, threads=_engine.threads))
             if _engine.unplaced:
@@ -90,8 +94,7 @@ def engine(*, rank: int = 0, ranks: int = 1, gpu: bool = False, batch_invariant:
         return _engine
 
 
-def _made(*, rank: int, ranks: int, gpu: bool, batch_invariant: bool) -> Any:
-    config = boot.current()
+def _made(config: Config, *, rank: int, ranks: int, gpu: bool, batch_invariant: bool) -> Any:
     try:
         share = cpus.usable(config, rank=rank, ranks=ranks, affinity=boot.affinity(), gpu=gpu)
     except ValueError as error:

@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 
+from sglang.srt.lk.config import Config
 from sglang.srt.lk.term import table
 
 TOP_K = 8
@@ -35,8 +36,8 @@ class Row:
     as_dict = asdict
 
 
-def run(*, hidden: int, rows: list[int], layers: int, samples: int) -> Iterator[Row]:
-    """Measure the mailbox and host functions at every number of rows."""
+def run(*, settings: Config, hidden: int, rows: list[int], layers: int, samples: int) -> Iterator[Row]:
+    """Measure the mailbox and host functions at every number of rows, on the CPUs and threads of ``settings``."""
     import torch
 
     from sglang.srt.lk import handover, kernels
@@ -44,7 +45,7 @@ def run(*, hidden: int, rows: list[int], layers: int, samples: int) -> Iterator[
 
     if not torch.cuda.is_available():
         raise ValueError("bench handover needs an NVIDIA GPU, and torch sees none")
-    engine = kernels.engine(gpu=True)
+    engine = kernels.engine(config=settings, gpu=True)
     activation = kernels.Activation()
     experts = kernels.Experts(engine, packing=Packing("bf16"), experts=TOP_K, hidden=hidden, width=WIDTH, activation=activation, bias=False)
     weights = (torch.randn(hidden, hidden) * 0.02).to(torch.bfloat16)
@@ -53,8 +54,11 @@ def run(*, hidden: int, rows: list[int], layers: int, samples: int) -> Iterator[
         experts.pack_codes(expert, "up", weights[:WIDTH])
         experts.pack_codes(expert, "down", weights[:, :WIDTH])
     sizes = handover.Sizes(rows=max(rows), hidden=hidden, top_k=TOP_K)
+    spin_us, bind = 0 if settings.power_saving else 2000, settings.thread_binding == "CPU_CORE"
     for mailbox in (True, False):
-        hand = handover.Handover(sizes=sizes, device=torch.device("cuda"), mailbox=mailbox, cpus=engine.cpus, spin_us=2000)
+        hand = handover.Handover(
+            sizes=sizes, device=torch.device("cuda"), mailbox=mailbox, cpus=engine.cpus, spin_us=spin_us, bind=bind
+        )
         try:
             for count in rows:
                 yield _measure(hand, experts, "mailbox" if mailbox else "host functions", count, layers, samples)

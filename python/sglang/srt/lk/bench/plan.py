@@ -19,7 +19,7 @@ T = TypeVar("T")
 def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
     problems: list[str] = []
     isas = [isa["name"] for isa in ext.isas() if isa["supported"]]
-    settings = _settings(options, environ, isas, problems)
+    settings = _settings(environ, isas, problems, threads=options.threads)
     shapes = _parsed(cases.parse_shape, options.shape or map(str, cases.DEFAULT_SHAPES), problems)
     rows = _parsed(cases.parse_rows, options.rows or cases.DEFAULT_ROWS, problems)
     formats = options.format or list(weights.FILLS)
@@ -32,8 +32,7 @@ def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
         problems.append(f"--repeats {options.repeats}: at least 7, or the median means little")
     if options.seconds <= 0:
         problems.append(f"--seconds {options.seconds}: must be above 0")
-    if problems:
-        raise ValueError("\n  ".join([f"{len(problems)} problem{'s' * (len(problems) > 1)}", *problems]))
+    _refuse(problems)
     workers = cpus.usable(settings)
     return Plan(
         isas=chosen,
@@ -51,13 +50,26 @@ def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
     )
 
 
+def settings(environ: Mapping[str, str], ext) -> config.Config:
+    """LK_* as a server with the switch on would read them."""
+    problems: list[str] = []
+    found = _settings(environ, [isa["name"] for isa in ext.isas() if isa["supported"]], problems)
+    _refuse(problems)
+    return found
+
+
+def _refuse(problems: list[str]) -> None:
+    if problems:
+        raise ValueError("\n  ".join([f"{len(problems)} problem{'s' * (len(problems) > 1)}", *problems]))
+
+
 def _settings(
-    options: argparse.Namespace, environ: Mapping[str, str], isas: list[str], problems: list[str]
+    environ: Mapping[str, str], isas: list[str], problems: list[str], *, threads: int | None = None
 ) -> config.Config:
-    """LK_* as a server would read them, with --threads in the place of LK_THREADS."""
+    """The same, with --threads in the place of LK_THREADS, or the defaults after adding problems."""
     given = {**environ, config.SWITCH: "1"}
-    if options.threads is not None:
-        given["LK_THREADS"] = str(options.threads)
+    if threads is not None:
+        given["LK_THREADS"] = str(threads)
     try:
         return config.load(given, isas=lambda: isas)
     except config.ConfigError as error:

@@ -1,5 +1,6 @@
 """The commands as a person runs them, in a small repository of its own with releases of its own."""
 
+import json
 import shutil
 import subprocess
 import sys
@@ -147,6 +148,30 @@ def test_a_tree_of_another_release_replaces_the_first(repository):
     for version, start in (("0.5.23", "class Base"), ("0.5.24", "# New."), ("0.5.23", "class Base")):
         assert overlay(repository, "tree", str(folder), LK_UPSTREAM=version).returncode == 0
         assert (folder / LAYER).read_text().startswith(start)
+
+
+def test_a_file_whose_last_edit_is_gone_is_upstreams_again_and_the_others_stay(repository):
+    folder, edits_of_layer = repository / "new", repository / f"python/edits/{LAYER}.toml"
+    kept = edits_of_layer.read_text()
+    assert overlay(repository, "tree", str(folder)).returncode == 0
+    before = (folder / "sglang/__init__.py").stat().st_mtime_ns
+    edits_of_layer.unlink()
+    assert overlay(repository, "tree", str(folder)).returncode == 0
+    assert (folder / LAYER).read_text() == LAYER_TEXT
+    assert json.loads((folder / "sglang/lk-build.json").read_text())["edited"] == {}
+    edits_of_layer.write_text(kept)
+    assert overlay(repository, "tree", str(folder)).returncode == 0
+    assert "# lk: wrap-moe-method" in (folder / LAYER).read_text()
+    assert (folder / "sglang/__init__.py").stat().st_mtime_ns == before
+
+
+def test_a_tree_whose_record_of_edits_is_damaged_is_made_anew(repository):
+    folder = repository / "new"
+    assert overlay(repository, "tree", str(folder)).returncode == 0
+    (folder / "sglang/lk-build.json").write_text("{")
+    (repository / f"python/edits/{LAYER}.toml").unlink()
+    assert overlay(repository, "tree", str(folder)).returncode == 0
+    assert (folder / LAYER).read_text() == LAYER_TEXT
 
 
 def test_history_judges_each_release_against_the_one_before(repository):

@@ -469,6 +469,16 @@ def test_a_bad_tensor_is_named_by_layer_expert_and_part(name, what, change, said
     assert f"{layers.NAME}: expert 2, up, {what}: " in message
 
 
+def test_zero_points_that_the_kernels_do_not_hold_are_refused(monkeypatch):
+    """No format makes any out of 4 bits; one that reads them wrongly must not pass."""
+    zeros = formats.Awq.zeros
+    monkeypatch.setattr(formats.Awq, "zeros", lambda *given: zeros(*given) + 15)
+    case = CASES["awq"]
+    layer = layers.random_layer(case)
+    message = said_by(layers.load, layers.empty_store(layer, case), layers.tensors(layer, case))
+    assert f"{layers.NAME}: expert 0, " in message and " of 192 zero points are not from 0 to 16" in message
+
+
 def test_a_bad_tensor_is_named_by_file_too(monkeypatch, tmp_path):
     files = loading.Files()
     safetensors.save_file({f"{layers.NAME}.2.up_proj.weight": torch.zeros(1)}, tmp_path / "model-00007.safetensors")

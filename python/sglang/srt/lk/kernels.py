@@ -157,10 +157,10 @@ class Experts:
         rows = _rows(rows)
         return self.native.pack_scales(expert, part, rows.data_ptr(), _row_bytes(rows))
 
-    def pack_zeros(self, expert: int, part: str, rows: torch.Tensor) -> None:
-        """Pack one part's zero points, uint8 ``[rows, groups]``."""
+    def pack_zeros(self, expert: int, part: str, rows: torch.Tensor) -> int:
+        """Pack one part's zero points, uint8 ``[rows, groups]``; the number of those that are not from 0 to 16."""
         rows = _rows(rows)
-        self.native.pack_zeros(expert, part, rows.data_ptr(), _row_bytes(rows))
+        return self.native.pack_zeros(expert, part, rows.data_ptr(), _row_bytes(rows))
 
     def set_column_scales(self, expert: int, part: str, scales: torch.Tensor) -> None:
         """A float32 factor for each output."""

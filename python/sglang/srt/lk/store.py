@@ -175,7 +175,9 @@ class LayerStore:
     def _zeros(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
         zeros = self.format.zeros(tensor, window, self.packing)
         with self._progress.packing.running():
-            self.experts.pack_zeros(expert, part, zeros)
+            bad = self.experts.pack_zeros(expert, part, zeros)
+        if bad:
+            raise FormatError(f"{bad} of {zeros.numel()} zero points are not from 0 to 16")
 
     def _channel_scales(self, expert: int, part: str, tensor: torch.Tensor, window: Window) -> None:
         scales = self.format.channel_scales(tensor)

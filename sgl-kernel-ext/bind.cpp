@@ -21,6 +21,7 @@ using namespace nb::literals;
 
 namespace {
 
+constexpr int kMost = 1 << 20;  // experts, columns and k of a group: sums of two stay far inside an int
 constexpr int kAbi = 3;  // raised when a signature below changes; the Python side compares it
 constexpr const char* kFormatNames[] = {"bf16", "f16", "fp8", "mxfp8", "mxfp4", "nvfp4", "int4"};
 
@@ -59,7 +60,8 @@ lk::Coding coding_of(const std::string& name, int group, const std::string& scal
     case Format::nvfp4: return fixed(16, Scale::e4m3);
     default: break;
   }
-  if (group < 0 || group % lk::kUnit) refuse("group must be 0 (none) or a multiple of " + std::to_string(lk::kUnit) + ", not " + std::to_string(group));
+  if (group < 0 || group % lk::kUnit || group > kMost)
+    refuse("group must be 0 (none) or a multiple of " + std::to_string(lk::kUnit) + " up to " + std::to_string(kMost) + ", not " + std::to_string(group));
   if ((group == 0) != scales.empty()) refuse("group and scales go together: both, or neither");
   if (group == 0 && zeros) refuse("zero points need a group; for one per column use a group of the whole depth");
   if (group == 0) return {format, 0, Scale::none, false};
@@ -79,7 +81,6 @@ template <class T> T* address(uintptr_t value, const char* what) {
 }
 
 void check_shape(int64_t experts, int64_t hidden, int64_t width) {
-  constexpr int64_t kMost = 1 << 20;
   if (experts < 1 || hidden < 1 || width < 1 || experts > kMost || hidden > kMost || width > kMost)
     refuse("experts, hidden and width must be in 1.." + std::to_string(kMost));
 }

@@ -56,6 +56,8 @@ def test_an_unsupported_isa_is_refused_with_what_is_missing():
     (lambda: ext.Experts(engine(), "fp8", 1, 32, 32).set_column_scales(0, "gate", 8), "without column scales"),
     (lambda: ext.Experts(engine(), "nvfp4", 1, 32, 32, group=32), "own groups"),
     (lambda: ext.Experts(engine(), "int4", 1, 32, 32, group=48, scales="f16"), "multiple of 32"),
+    (lambda: ext.Experts(engine(), "int4", 1, 32, 32, group=2**31 - 32, scales="f16"), "up to 1048576"),
+    (lambda: ext.packed_bytes("int4", 32, 32, 2**20 + 32, "f16"), "up to 1048576"),
     (lambda: ext.Experts(engine(), "int4", 1, 32, 32, group=32), "go together"),
     (lambda: ext.Experts(engine(), "int4", 1, 32, 32, group=32, scales="f8"), "known are bf16, f16, f32"),
     (lambda: ext.Experts(engine(), "int4", 1, 32, 32, zeros=True), "need a group"),

@@ -25,7 +25,7 @@ def method(monkeypatch):
     monkeypatch.setattr(method, "_layers", {})
     monkeypatch.setattr(method, "_layer_count", lambda: None)  # asks a server's own configuration, as does
     monkeypatch.setattr(method, "_deterministic", lambda: False)
-    monkeypatch.setattr(compat, "_upstream_cpu", lambda: True)
+    monkeypatch.setattr(compat, "on_cpu", lambda: True)
     return method
 
 
@@ -305,9 +305,12 @@ def test_a_draft_model_has_its_own_name_and_revision(method, monkeypatch, hub):
 
 
 def test_a_name_that_cannot_be_fetched_is_an_error_and_no_guess(method, monkeypatch, hub):
-    with pytest.raises(OSError) as caught:  # which ``patches.check_files_first`` says in one message
+    from sglang.srt.lk import loading, patches
+
+    patches.install()
+    with pytest.raises(loading.LoadError) as caught:
         stored_of(method, monkeypatch, model_path="made/up")
-    assert "snapshot" in str(caught.value)
+    assert "the checkpoint cannot be read: " in str(caught.value) and "snapshot" in str(caught.value)
 
 
 def test_a_dummy_start_fetches_nothing(method, monkeypatch, hub):

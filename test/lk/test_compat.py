@@ -48,7 +48,7 @@ def problems(*, changed_layer=None, format=None, **changes) -> tuple[str, ...]:
 
 @pytest.fixture(autouse=True)
 def cpu_engine(monkeypatch):
-    monkeypatch.setattr(compat, "_upstream_cpu", lambda: True)
+    monkeypatch.setattr(compat, "on_cpu", lambda: True)
 
 
 def test_a_plain_layer_is_taken_over():
@@ -94,7 +94,7 @@ def test_an_unknown_format_is_refused_with_the_known_ones(monkeypatch):
 
 
 def test_the_cpu_platform_of_upstream_must_be_chosen(monkeypatch):
-    monkeypatch.setattr(compat, "_upstream_cpu", lambda: False)
+    monkeypatch.setattr(compat, "on_cpu", lambda: False)
     assert problems() == ("--device cpu needs SGLANG_USE_CPU_ENGINE=1 in the environment",)
 
 

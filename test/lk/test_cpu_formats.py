@@ -13,7 +13,7 @@ from sglang.srt.lk import cpu_formats, patches  # noqa: E402
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch):
     patches.install()
-    monkeypatch.setattr(cpu_formats, "_without_gpu", lambda: True)
+    monkeypatch.setattr(cpu_formats, "on_cpu", lambda: True)
 
 
 def layer(name):
@@ -61,7 +61,7 @@ def test_gptq_experts_keep_what_the_checkpoint_says_of_them(symmetric):
 
 
 def test_with_a_gpu_upstream_chooses(monkeypatch):
-    monkeypatch.setattr(cpu_formats, "_without_gpu", lambda: False)
+    monkeypatch.setattr(cpu_formats, "on_cpu", lambda: False)
     assert awq("AWQConfig").get_quant_method(layer("experts"), "model.layers.3.mlp.experts") is None
     assert torch.float32 not in awq("AWQConfig").get_supported_act_dtypes()
 

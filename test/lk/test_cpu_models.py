@@ -51,7 +51,7 @@ def test_a_sink_takes_weight_and_gives_nothing(window):
 
 
 def test_a_helper_that_upstream_renamed_is_named(monkeypatch):
-    monkeypatch.setattr(cpu_models, "_on_cpu", lambda: True)
+    monkeypatch.setattr(cpu_models, "on_cpu", lambda: True)
     module = SimpleNamespace(__name__="sglang.srt.models.minimax_m2", rms_sumsq_serial=None)
     with pytest.raises(AttributeError) as error:
         cpu_models.normalise_queries_and_keys(module)

@@ -138,7 +138,7 @@ def test_a_model_that_does_not_fit_is_refused_with_both_figures(tmp_path):
     (tmp_path / "proc/meminfo").write_text("MemTotal: 100 kB\nMemAvailable: 64 kB\n")
     report = examine(folder, root=tmp_path)
     (problem,) = stops(report)
-    assert problem == "loading needs 220 KiB of host memory and 64 KiB are free (host: 0.0 GiB of 0.0 GiB available)"
+    assert problem == "loading needs 220 KiB of host memory and 64 KiB are free (host: 64 KiB of 100 KiB available)"
 
 
 def test_a_format_that_is_not_served_is_refused_with_those_that_are(tmp_path):

@@ -131,10 +131,10 @@ def test_the_table_shows_both_models_and_where_their_bytes_lie():
     layers += moe(0, is_draft=True, format="bf16", bytes=100 * MIB)
     assert plan(layers, Config(), device="cpu").table().splitlines() == [
         "Hybrid MoE: 6 MoE layers: 6 cpu",
-        "  model  role  layers  format  host       VRAM",
-        "  main   cpu   1-3,5   mxfp4   2.0 GiB    -",
-        "  main   cpu   4       bf16    2.0 GiB    -",
-        "  draft  cpu   0       bf16    100.0 MiB  -",
+        "  model  role  layers  format  host     VRAM",
+        "  main   cpu   1-3,5   mxfp4   2.0 GiB  -",
+        "  main   cpu   4       bf16    2.0 GiB  -",
+        "  draft  cpu   0       bf16    100 MiB  -",
     ]
 
 

@@ -9,6 +9,7 @@ A feature that becomes possible loses its line here and gains a test.
 from collections.abc import Callable
 from typing import Any
 
+from sglang.srt.lk.cpu_formats import on_cpu
 from sglang.srt.lk.formats import FORMATS, ExpertFormat, Geometry
 from sglang.srt.lk.kernels import Activation
 
@@ -102,15 +103,9 @@ def _device(args: Any) -> list[str]:
     kind = device(args)
     if kind not in ("cpu", "cuda"):
         return [f"--device {kind} is not supported: use cuda or cpu"]
-    if kind == "cpu" and not _upstream_cpu():
+    if kind == "cpu" and not on_cpu():
         return ["--device cpu needs SGLANG_USE_CPU_ENGINE=1 in the environment"]
     return []
-
-
-def _upstream_cpu() -> bool:
-    from sglang.srt.utils import is_cpu
-
-    return is_cpu()
 
 
 def _format(layer: Any, method: object, format: ExpertFormat | None) -> list[str]:

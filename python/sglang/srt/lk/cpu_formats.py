@@ -26,7 +26,7 @@ def choose_compressed_tensors(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def _check_scheme_supported(self: Any, min_capability: int, error: bool = True) -> bool:
-        if not _without_gpu() or (error and min_capability >= BLACKWELL):
+        if not on_cpu() or (error and min_capability >= BLACKWELL):
             return original(self, min_capability, error)
         return min_capability < BLACKWELL
 
@@ -40,7 +40,7 @@ def accept_nvfp4_scheme(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any) -> None:
-        if not _without_gpu():
+        if not on_cpu():
             original(self)
             return
         self.group_size = 16
@@ -56,7 +56,7 @@ def accept_modelopt_nvfp4(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def __init__(self: Any, quant_config: Any) -> None:
-        if not _without_gpu():
+        if not on_cpu():
             original(self, quant_config)
             return
         self.quant_config = quant_config
@@ -92,7 +92,7 @@ def _choosing(config: type, method: type, left_out: Callable[[Any, str], bool]) 
         from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
         from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 
-        if not _without_gpu() or not isinstance(layer, (FusedMoE, LinearBase)):
+        if not on_cpu() or not isinstance(layer, (FusedMoE, LinearBase)):
             return original(self, layer, prefix)
         if left_out(self, prefix):
             return UnquantizedLinearMethod() if isinstance(layer, LinearBase) else None
@@ -113,7 +113,7 @@ def decode_linear(name: str) -> Callable[[ModuleType], None]:
             from sglang.srt.layers.linear import LinearBase
 
             method = original(self, layer, prefix)
-            if not isinstance(layer, LinearBase) or not _without_gpu() or _with_amx():
+            if not isinstance(layer, LinearBase) or not on_cpu() or _with_amx():
                 return method
             from sglang.srt.lk import cpu_linear
 
@@ -140,7 +140,7 @@ def allow_auto_round(module: ModuleType) -> None:
 
     @functools.wraps(original)
     def check_cpu_support(self: Any, weight_bits: int) -> None:
-        if not _without_gpu() or weight_bits != 4:
+        if not on_cpu() or weight_bits != 4:
             original(self, weight_bits)
 
     module.AutoRoundConfig.check_cpu_support = check_cpu_support
@@ -173,7 +173,7 @@ def admit_types(name: str) -> Callable[[ModuleType], None]:
             import torch
 
             admitted = list(function(cls))
-            return list(dict.fromkeys([*admitted, torch.bfloat16, torch.float16, torch.float32])) if _without_gpu() else admitted
+            return list(dict.fromkeys([*admitted, torch.bfloat16, torch.float16, torch.float32])) if on_cpu() else admitted
 
         config.get_supported_act_dtypes = classmethod(get_supported_act_dtypes)
 
@@ -214,7 +214,8 @@ def list_for_cpus(module: ModuleType) -> None:
         module.CPU_QUANTIZATION_METHODS.setdefault(name, module.BASE_QUANTIZATION_METHODS[name])
 
 
-def _without_gpu() -> bool:
+def on_cpu() -> bool:
+    """Whether upstream runs its CPU platform, which ``SGLANG_USE_CPU_ENGINE`` chooses."""
     from sglang.srt.utils import is_cpu
 
     return is_cpu()

@@ -9,30 +9,32 @@ import functools
 from types import ModuleType
 from typing import Any
 
+from sglang.srt.lk.cpu_formats import on_cpu
+
 
 def absorb_latent_attention(module: ModuleType) -> None:
     """DeepSeek's latent attention on ``torch_native``: upstream has no handler for that backend and takes Triton's, which
     hands over per-head keys in prefill, while ``torch_native`` reads keys from the cache, where only the latents are."""
-    if _on_cpu():
+    if on_cpu():
         module.AttentionBackendRegistry.register("torch_native", module._dispatch_mla_subtype)
 
 
 def gate_shared_expert(module: ModuleType) -> None:
     """Qwen2-MoE's shared expert is gated and added by a Triton kernel, whatever the device."""
-    if _on_cpu():
+    if on_cpu():
         _replace(module, fused_gate_sigmoid_mul_add=gated_add)
 
 
 def normalise_queries_and_keys(module: ModuleType) -> None:
     """MiniMax-M2 normalises queries and keys with Triton kernels unless there is AMX."""
-    if _on_cpu():
+    if on_cpu():
         _replace(module, rms_sumsq_serial=squares_of_both, rms_apply_serial=normalise_both)
 
 
 def attend_with_sinks(module: ModuleType) -> None:
     """gpt-oss' attention has a sink per head: a logit without a value. ``torch_native`` knows none and refuses the argument;
     its two entries get it, and its attention takes it into account while it is there."""
-    if not _on_cpu():
+    if not on_cpu():
         return
     backend, plain = module.TorchNativeAttnBackend, module.scaled_dot_product_attention
     sinks: list[Any] = []  # of the call under way; a scheduler attends on one thread
@@ -119,9 +121,3 @@ def _replace(module: ModuleType, **functions: Any) -> None:
         raise AttributeError(f"Hybrid MoE: upstream's {module.__name__} has no {', '.join(missing)}; reinstall sglang-lk")
     for name, function in functions.items():
         setattr(module, name, function)
-
-
-def _on_cpu() -> bool:
-    from sglang.srt.utils import is_cpu
-
-    return is_cpu()

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from sglang.srt.lk.config import Config
+from sglang.srt.lk.term import gib, ranges
 
 UNLIMITED = 1 << 60  # cgroup v1 writes "no limit" as a number near 2^63
 
@@ -93,7 +94,7 @@ def node_memory(node: int, root: str | Path = "/") -> Memory:
     info = {name: int(kb) * 1024 for name, kb in re.findall(r"^Node \d+ (\S+):\s+(\d+) kB", text, re.MULTILINE)}
     available = info["MemFree"] + info.get("Inactive(file)", 0) if "MemFree" in info else None
     total = info.get("MemTotal")
-    return Memory(available, total, [f"node {node}: {_gib(available)} of {_gib(total)} available"])
+    return Memory(available, total, [f"node {node}: {_size(available)} of {_size(total)} available"])
 
 
 def memory(root: str | Path = "/") -> Memory:
@@ -105,7 +106,7 @@ def memory(root: str | Path = "/") -> Memory:
     info = dict(re.findall(r"^(\w+):\s+(\d+) kB", _text(root / "proc/meminfo") or "", re.MULTILINE))
     available = int(info["MemAvailable"]) * 1024 if "MemAvailable" in info else None
     total = int(info["MemTotal"]) * 1024 if "MemTotal" in info else None
-    why = [f"host: {_gib(available)} of {_gib(total)} available"]
+    why = [f"host: {_size(available)} of {_size(total)} available"]
     for group in _groups(root, "memory"):
         v2 = (group / "memory.max").exists()
         limit = _number(group / ("memory.max" if v2 else "memory.limit_in_bytes"))
@@ -115,7 +116,7 @@ def memory(root: str | Path = "/") -> Memory:
         stat = dict(re.findall(r"^(\w+) (\d+)$", _text(group / "memory.stat") or "", re.MULTILINE))
         cache = int(stat.get("inactive_file" if v2 else "total_inactive_file", 0))
         left = max(0, limit - max(0, (used or 0) - cache))
-        why.append(f"cgroup {_name(root, group)}: {_gib(left)} of {_gib(limit)} left")
+        why.append(f"cgroup {_name(root, group)}: {_size(left)} of {_size(limit)} left")
         available = left if available is None else min(available, left)
         total = limit if total is None else min(total, limit)
     return Memory(available, total, why)
@@ -293,21 +294,15 @@ def _parsed(text: str) -> set[int]:
 
 
 def _spans(cpus: Iterable[int]) -> str:
-    runs: list[list[int]] = []
-    for cpu in sorted(cpus):
-        if runs and runs[-1][1] == cpu - 1:
-            runs[-1][1] = cpu
-        else:
-            runs.append([cpu, cpu])
-    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in runs) or "none"
+    return ranges(cpus) or "none"
 
 
 def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _gib(size: int | None) -> str:
-    return "unknown" if size is None else f"{size / 2**30:.1f} GiB"
+def _size(size: int | None) -> str:
+    return "unknown" if size is None else gib(size)
 
 
 def _name(root: Path, group: Path) -> str:

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from sglang.srt.lk.config import SWITCH, Config
+from sglang.srt.lk.term import gib
 from sglang.srt.lk.values import LayerSet
 
 
@@ -70,7 +71,7 @@ class Plan:
             layer = self.layers[key]
             groups.setdefault((layer.is_draft, self.roles[key].value, layer.format), []).append(layer)
         for (is_draft, role, layer_format), layers in groups.items():
-            size = _gib(sum(layer.bytes for layer in layers))
+            size = gib(sum(layer.bytes for layer in layers))
             host, vram = ("-", size) if role == Role.RESIDENT.value else (size, "-")
             rows.append(("draft" if is_draft else "main", role, _set(_ids(layers)), layer_format or "-", host, vram))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -182,7 +183,3 @@ def _layers(ids: list[int]) -> str:
 
 def _set(ids: Iterable[int]) -> str:
     return str(LayerSet(frozenset(ids)))
-
-
-def _gib(size: int) -> str:
-    return f"{size / 2**30:.1f} GiB" if size >= 2**30 else f"{size / 2**20:.1f} MiB"

@@ -1,6 +1,6 @@
-"""How facts look in a terminal: columns, colours, sizes.
+"""How facts look in a terminal or a log: columns, colours, sizes, runs of numbers.
 
-Knows nothing of what it shows. Colour appears only on a terminal and never when NO_COLOR is set.
+Knows nothing of what it shows, and imports nothing heavy. Colour appears only on a terminal and never when NO_COLOR is set.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterable
 from typing import TextIO
 
 GIB = 1 << 30
@@ -53,8 +54,8 @@ def gib(count: float) -> str:
     return f"{count / 1024:.0f} KiB"
 
 
-def ranges(numbers: list[int]) -> str:
-    """``[0, 1, 2, 5]`` as ``0-2,5``, the form that taskset and LK_GPU_RESIDENT_MOE_LAYERS use."""
+def ranges(numbers: Iterable[int]) -> str:
+    """``[0, 1, 2, 5]`` as ``0-2,5``, the form that taskset and LK_GPU_RESIDENT_MOE_LAYERS use; empty if there are none."""
     spans: list[list[int]] = []
     for n in sorted(numbers):
         if spans and n == spans[-1][1] + 1:

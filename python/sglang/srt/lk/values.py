@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from sglang.srt.lk.term import ranges
+
 _WHOLE = re.compile(r"[+-]?[0-9]{1,18}", re.ASCII)
 _RANGE = re.compile(r"([0-9]{1,5})(?:\s*-\s*([0-9]{1,5}))?", re.ASCII)
 
@@ -109,16 +111,7 @@ class LayerSet:
         return len(self.ids)
 
     def __str__(self) -> str:
-        return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in self._runs())
-
-    def _runs(self) -> list[tuple[int, int]]:
-        runs: list[tuple[int, int]] = []
-        for layer_id in self:
-            if runs and runs[-1][1] == layer_id - 1:
-                runs[-1] = (runs[-1][0], layer_id)
-            else:
-                runs.append((layer_id, layer_id))
-        return runs
+        return ranges(self.ids)
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ CONFIG = {
     "moe_intermediate_size": 32,
     "num_experts": 4,
     "num_experts_per_tok": 2,
+    "quantization_config": {},  # what it says does not matter here, only that it is there
 }
 H, I, E = 64, 32, 4
 

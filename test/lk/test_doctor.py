@@ -147,6 +147,28 @@ def test_a_format_that_is_not_served_is_refused_with_those_that_are(tmp_path):
     assert problem == "layers 0-1 of the main model: int8 experts are not served on the CPU; supported are " + ", ".join(double.Extension().formats())
 
 
+@pytest.mark.parametrize("more", [{"quantization_config": None}, {"quantization_config": "mxfp4"}], ids=str)
+def test_quantised_experts_that_the_config_does_not_declare_stop_serving(tmp_path, more):
+    (problem,) = stops(examine(headers.checkpoint(tmp_path / "m", headers.mxfp4(), more)))
+    assert problem == "m: the experts are mxfp4, and config.json does not declare it (no quantization_config): the server takes them for bf16"
+    assert examine(headers.checkpoint(tmp_path / "m", headers.bf16(), more)).ok
+
+
+@pytest.mark.parametrize("name", ["hf_quant_config.json", "quantize_config.json"])
+def test_a_file_beside_the_config_may_declare_them(tmp_path, name):
+    folder = headers.checkpoint(tmp_path / "m", headers.mxfp4(), {"quantization_config": None})
+    (folder / name).write_text("{}")
+    assert examine(folder).ok
+
+
+def test_the_source_of_the_quick_start_is_no_checkpoint_to_serve_and_what_it_writes_is(tmp_path):
+    recite = Path(__file__).parents[2] / "launch"
+    (problem,) = stops(examine(recite / "models/recite-moe"))
+    assert problem.startswith("recite-moe: the experts are mxfp4, and config.json does not declare it")
+    subprocess.run([sys.executable, "-m", "launch.recite", "mxfp4", tmp_path / "written"], cwd=recite.parent, check=True, timeout=60)
+    assert examine(tmp_path / "written").ok
+
+
 def test_the_packed_size_follows_what_the_scales_say(tmp_path, ext, monkeypatch):
     asked = []
     monkeypatch.setattr(ext, "packed_bytes", lambda *sizes, **coding: asked.append((sizes, coding)) or 1000)

@@ -527,6 +527,18 @@ def test_experts_that_do_not_exist_are_refused():
     assert "'w2' is no part" in said_by(w13, None, torch.zeros(64, 96), "", "w2", 0)
 
 
+@pytest.mark.parametrize("kind", ["weight_packed", "qweight"])
+def test_quantised_experts_that_the_config_does_not_declare_are_called_so(tmp_path, monkeypatch, kind):
+    name = f"{layers.NAME}.0.gate_proj.{kind}"
+    file = tmp_path / "a.safetensors"
+    safetensors.save_file({name: torch.zeros(1, dtype=torch.uint8)}, file)
+    monkeypatch.setattr(loading, "files", loading.Files())
+    loading.files.check(tmp_path, [file])
+    said = [str(loading.missing_error(layers.empty_store(layers.random_layer(CASES[case]), CASES[case]))) for case in ("bf16", "mxfp4")]
+    assert said[0].startswith(f"Hybrid MoE: {layers.NAME}: the experts are quantised (tensor {name} in a.safetensors), which config.json")
+    assert "the checkpoint has no expert 0 gate codes" in said[1]
+
+
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_expert_of_half_the_width_is_no_share_of_a_rank(ranks):
     layer = layers.random_layer(CASES["bf16"], width=128)

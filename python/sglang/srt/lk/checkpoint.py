@@ -18,6 +18,7 @@ from pathlib import Path
 INDEX = "model.safetensors.index.json"
 HEADER_LIMIT = 100 << 20  # safetensors' own limit
 MOST = 1 << 20  # layers, experts, columns: a count in config.json beyond it is damage
+DECLARATIONS = ("hf_quant_config.json", "quant_config.json", "quantize_config.json")  # beside config.json, of ModelOpt, AWQ and GPTQ
 
 
 class CheckpointError(Exception):
@@ -50,13 +51,15 @@ class MoeLayer:
 
 @dataclass
 class Checkpoint:
-    """``problems`` keep it from being read as it is; ``doubts`` do not."""
+    """``problems`` keep it from being read as it is; ``doubts`` do not. ``declared``: whether anything tells the server that
+    weights are quantised; it does not look at their names and types."""
 
     path: Path
     architecture: str
     top_k: int | None
     declared_layers: int | None
     declared_experts: int | None
+    declared: bool
     layers: list[MoeLayer] = field(default_factory=list)
     other_bytes: int = 0
     largest_file: int = 0
@@ -73,6 +76,7 @@ def read(path: Path) -> Checkpoint:
         top_k=_first(config, "num_experts_per_tok", "moe_topk", "top_k_experts", "num_experts_per_token"),
         declared_layers=_first(config, "num_hidden_layers"),
         declared_experts=_first(config, "num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"),
+        declared=_declared(path, config),
     )
     groups: dict[tuple[str, int], _Group] = {}
     listed, files = _files(path, found.problems)
@@ -115,6 +119,11 @@ def _ordered(config: dict) -> list[str]:
         case {"desc_act": True, "group_size": int(group)} if group > 0:
             return ["its columns may be grouped in act-order (desc_act), which the start refuses unless it is their own order"]
     return []
+
+
+def _declared(path: Path, config: dict) -> bool:
+    said = any(isinstance(config.get(key), dict) for key in ("quantization_config", "compression_config"))
+    return said or any((path / name).is_file() for name in DECLARATIONS)
 
 
 def _symmetric(config: dict) -> bool:

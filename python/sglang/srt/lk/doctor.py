@@ -17,6 +17,7 @@ from sglang.srt.lk import checkpoint, config, cpus, machine, roles
 from sglang.srt.lk.term import gib
 
 EXTENSION = "sgl_kernel_ext"
+UNQUANTISED = ("bf16", "f16", "f32")
 PACKED_AS = {"f32": "bf16"}  # checkpoint format -> ours, where the names differ
 READ_MEGABYTES, READ_SECONDS = 512, 0.7
 
@@ -214,6 +215,8 @@ def _look_at_model(report: Report, path: Path, device: str, settings: config.Con
     for doubt in found.doubts:
         report.warn(f"{path.name}: {doubt}", "fetch the checkpoint again, or another one of the same model")
     served = ext.formats() if ext else None
+    for problem in _undeclared(found, served):
+        report.stop(f"{path.name}: {problem}", "give a checkpoint whose config.json has its quantization_config")
     layers = [_for_roles(layer, served) for layer in found.layers]
     try:
         roles.plan(layers, settings, device=device, layer_count=found.declared_layers)
@@ -257,6 +260,14 @@ def _incomplete(found: checkpoint.Checkpoint) -> list[str]:
         elif found.declared_experts and layer.experts < found.declared_experts:
             problems.append(f"{name} has {layer.experts} experts, config.json says {found.declared_experts}")
     return problems
+
+
+def _undeclared(found: checkpoint.Checkpoint, served: list[str] | None) -> list[str]:
+    formats = {layer.format for layer in found.layers if served is None or layer.format in served}
+    names = ", ".join(sorted(formats.difference(UNQUANTISED)))
+    if found.declared or not names:
+        return []
+    return [f"the experts are {names}, and config.json does not declare it (no quantization_config): the server takes them for bf16"]
 
 
 def _has_sizes(layer: checkpoint.MoeLayer) -> bool:

@@ -14,12 +14,13 @@ from pathlib import Path
 import torch
 
 from sglang.srt.lk import checkpoint
-from sglang.srt.lk.formats import BIAS, CHANNEL, CODES, GLOBAL, ORDER, SCALES, UNUSED, ZEROS, Field, FormatError
+from sglang.srt.lk.formats import BIAS, CHANNEL, CODES, GLOBAL, ORDER, SCALES, UNUSED, ZEROS, Field, FormatError, Unquantized
 from sglang.srt.lk.formats.geometry import ROWS, cut
 from sglang.srt.lk.kernels import KernelError
 from sglang.srt.lk.store import LayerStore
 
 SHARDS = {"w1": ("gate",), "w3": ("up",), "w2": ("down",), "w13": ("gate", "up")}
+QUANTISED = ("weight_packed", "qweight")  # names of codes that are never plain weights
 AGAIN = "fetch or convert the checkpoint again"
 
 
@@ -155,6 +156,12 @@ def missing_error(store: LayerStore) -> LoadError | None:
         return None
     shown = ", ".join(f"expert {expert} {part} {what}" for expert, part, what in missing[:4])
     more = f" and {len(missing) - 4} more" if len(missing) > 4 else ""
+    tensor, file = files.find(store.layer_id, *missing[0]) or ("", "")
+    if isinstance(store.format, Unquantized) and tensor.endswith(QUANTISED):
+        return LoadError(
+            f"{store.name}: the experts are quantised (tensor {tensor} in {file}), which config.json does not declare; "
+            "give a checkpoint with its quantization_config"
+        )
     return LoadError(f"{store.name}: the checkpoint has no {shown}{more}; {AGAIN}")
 
 

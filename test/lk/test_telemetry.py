@@ -32,12 +32,14 @@ def test_host_functions_do_not_know_how_long_the_gpu_waited():
 
 def test_metrics_follow_the_sums_and_never_fall():
     client = pytest.importorskip("prometheus_client")
-    metrics = telemetry.Metrics(rank=3, roles={"cpu": (4, 1000), "resident": (2, 0)})
+    roles = {"cpu": (3, 900), "resident": (2, 0)}
+    metrics = telemetry.Metrics(rank=3, roles=lambda: roles)
 
     def value(name, **labels):
         return client.REGISTRY.get_sample_value(f"sglang_lk_{name}", {"tp_rank": "3", **labels})
 
     metrics(after(10, wait_us=6000.0))
+    roles["cpu"] = (4, 1000)  # a draft model's layer
     metrics(after(20, wait_us=12_500.0))
     metrics(after(20, wait_us=12_000.0))
     assert (value("steps_total"), value("rows_total"), value("requests_total")) == (20, 160, 80)
@@ -57,5 +59,5 @@ def test_the_thread_reports_until_the_hand_over_fails(caplog):
             return after(100 * self.asked)
 
     with caplog.at_level(logging.INFO):
-        telemetry.start(Native(), every=40, metrics=False, rank=0, roles={}).join(10)
+        telemetry.start(Native(), every=40, metrics=False, rank=0, roles=dict).join(10)
     assert sum("[decode] 100 steps" in record.getMessage() for record in caplog.records) == 2

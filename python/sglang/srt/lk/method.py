@@ -265,18 +265,20 @@ def _prepare_handover(stores: list[LayerStore], layers: list[Any]) -> None:
 
 
 def _telemetry() -> dict[str, Any]:
-    """What the server's arguments ask for, and what the metrics say once."""
-    args, sizes = _args(), {"resident": (0, 0), "cpu": (0, 0)}
-    for facts, store in _layers.values():
-        role = "resident" if store is None else "cpu"
-        sizes[role] = sizes[role][0] + 1, sizes[role][1] + facts.bytes
+    """What the server's arguments ask for, and where the metrics find the roles."""
+    args = _args()
     rank = torch.distributed.get_rank() if torch.distributed.is_initialized() else 0
-    return {
-        "every": getattr(args, "decode_log_interval", None) or 40,
-        "metrics": bool(args.enable_metrics),
-        "rank": rank,
-        "roles": sizes,
-    }
+    every = getattr(args, "decode_log_interval", None) or 40
+    return {"every": every, "metrics": bool(args.enable_metrics), "rank": rank, "roles": _by_role}
+
+
+def _by_role() -> dict[str, tuple[int, int]]:
+    """Layers and bytes of each role, of all models loaded so far."""
+    found = {"resident": (0, 0), "cpu": (0, 0)}
+    for facts, store in list(_layers.values()):  # a draft model may be loading in another thread
+        role = "resident" if store is None else "cpu"
+        found[role] = found[role][0] + 1, found[role][1] + facts.bytes
+    return found
 
 
 def _largest_batch(args: Any) -> int:

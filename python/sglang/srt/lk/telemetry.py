@@ -25,9 +25,12 @@ COUNTERS: dict[str, tuple[str, Callable[[Mapping[str, float]], float]]] = {
 }
 
 
-def start(native: Any, *, every: int, metrics: bool, rank: int, roles: Mapping[str, tuple[int, int]]) -> threading.Thread:
+Roles = Callable[[], Mapping[str, tuple[int, int]]]
+
+
+def start(native: Any, *, every: int, metrics: bool, rank: int, roles: Roles) -> threading.Thread:
     """Report on ``native`` (a ``Handover``) until the process ends: a line every ``every`` steps, at most one a second.
-    ``roles`` maps a role to its layers and their bytes."""
+    ``roles`` says for a role how many layers have it and how many bytes those are; a draft model's come later."""
     reporters: list[Callable[[Mapping[str, float]], None]] = [Line(every)]
     if metrics:
         reporters.append(Metrics(rank=rank, roles=roles))
@@ -74,7 +77,7 @@ def line(since: Mapping[str, float]) -> str:
 class Metrics:
     """Prometheus counters that follow the native sums; upstream's ``/metrics`` collects every process."""
 
-    def __init__(self, *, rank: int, roles: Mapping[str, tuple[int, int]]):
+    def __init__(self, *, rank: int, roles: Roles):
         from prometheus_client import Counter, Gauge  # after the launcher has set where processes keep their values
 
         label = {"tp_rank": str(rank)}
@@ -82,13 +85,15 @@ class Metrics:
             name: Counter(f"sglang_lk_{name}", about, list(label)).labels(**label) for name, (about, _) in COUNTERS.items()
         }
         self._said = dict.fromkeys(COUNTERS, 0.0)
-        layers = Gauge("sglang_lk_layers", "MoE layers of a role.", ["role", *label], multiprocess_mode="mostrecent")
-        size = Gauge("sglang_lk_expert_bytes", "Bytes of experts, in host memory (cpu) or on the GPU (resident).", ["role", *label], multiprocess_mode="mostrecent")
-        for role, (count, bytes_) in roles.items():
-            layers.labels(role=role, **label).set(count)
-            size.labels(role=role, **label).set(bytes_)
+        self._label, self._roles = label, roles
+        self._layers = Gauge("sglang_lk_layers", "MoE layers of a role.", ["role", *label], multiprocess_mode="mostrecent")
+        about = "Bytes of experts, in host memory (cpu) or on the GPU (resident)."
+        self._bytes = Gauge("sglang_lk_expert_bytes", about, ["role", *label], multiprocess_mode="mostrecent")
 
     def __call__(self, sums: Mapping[str, float]) -> None:
+        for role, (count, size) in self._roles().items():
+            self._layers.labels(role=role, **self._label).set(count)
+            self._bytes.labels(role=role, **self._label).set(size)
         for name, (_, value) in COUNTERS.items():
             now = value(sums)
             if now > self._said[name]:

@@ -169,6 +169,26 @@ def test_the_source_of_the_quick_start_is_no_checkpoint_to_serve_and_what_it_wri
     assert examine(tmp_path / "written").ok
 
 
+@pytest.mark.parametrize("group, type, said", [
+    (16, "BF16", "int4 experts with a scale for 16 columns are not served on the CPU; multiples of 32 are"),
+    (48, "BF16", "int4 experts with a scale for 48 columns are not served on the CPU; multiples of 32 are"),
+    (32, "F8_E4M3", "int4 (f8_e4m3 scales) experts are not served on the CPU; supported are bf16"),
+    (192, "F8_E4M3", "int4 (f8_e4m3 scales) experts are not served on the CPU; supported are bf16"),
+])  # fmt: skip
+def test_scales_that_the_start_refuses_are_a_problem_of_the_layer_in_the_report(tmp_path, group, type, said):
+    kinds = {"weight_packed": lambda r, c: ("I32", (r, c * 3 // 8)), "weight_scale": lambda r, c: (type, (r, -(-c * 3 // group)))}
+    report = examine(headers.checkpoint(tmp_path / "m", headers.per_expert(kinds), {"hidden_size": 192}))
+    (problem,) = stops(report)
+    assert problem.startswith(f"layers 0-1 of the main model: {said}")
+    assert "\n".join(doctor_text.render(report, PLAIN)).endswith("1 problem would stop serving.")
+
+
+def test_fp8_blocks_of_no_multiple_of_32_columns_are_refused_too(tmp_path):
+    kinds = {"weight": lambda r, c: ("F8_E4M3", (r, c)), "weight_scale_inv": lambda r, c: ("F32", (1, -(-c // 12)))}
+    (problem,) = stops(examine(headers.checkpoint(tmp_path / "m", headers.per_expert(kinds))))
+    assert problem.startswith("layers 0-1 of the main model: fp8 experts with a scale for about 11 columns are not served on the CPU")
+
+
 def test_the_packed_size_follows_what_the_scales_say(tmp_path, ext, monkeypatch):
     asked = []
     monkeypatch.setattr(ext, "packed_bytes", lambda *sizes, **coding: asked.append((sizes, coding)) or 1000)

@@ -348,13 +348,14 @@ def _format(kinds: dict[str, Tensor], bits: int) -> str:
             return "nvfp4"
         case "F8_E4M3", ("U8" | "F8_E8M0"):
             return "mxfp8"
-        case "F8_E4M3", _:
+        case "F8_E4M3", (None | "F32" | "BF16" | "F16"):
             return "fp8"
-        case (("I32" | "I64"), _):
+        case (("I32" | "I64"), (None | "F32" | "BF16" | "F16")):
             return f"int{bits}"
         case "I8", _:
             return "int8"
-    return f"{codes.dtype.lower()} weights" + (f" with {scale_type.lower()} scales" if scale_type else "")
+    name = f"int{bits}" if codes.dtype in ("I32", "I64") else codes.dtype.lower()
+    return f"{name} ({scale_type.lower()} scales)" if scale_type else name
 
 
 def _packing(format: str, kinds: dict[str, Tensor], width: int, hidden: int, symmetric: bool) -> dict[str, int | str | bool]:
@@ -375,8 +376,10 @@ def _packing(format: str, kinds: dict[str, Tensor], width: int, hidden: int, sym
 
 
 def _multiple(size: int, parts: int) -> int:
-    """The size of equal parts, all but the last of which are multiples of 32."""
-    return -(-size // parts // 32) * 32
+    """The size of equal parts, all but perhaps the last of which are multiples of 32, or of any equal parts where there are no such."""
+    least = -(-size // parts)
+    multiple = -(-least // 32) * 32
+    return multiple if (parts - 1) * multiple < size else least
 
 
 def _shape(kinds: dict[str, Tensor], fused: bool, hidden: int | None, bits: int) -> tuple[int, int, int]:

@@ -227,7 +227,7 @@ def _look_at_model(report: Report, path: Path, device: str, settings: config.Con
         {
             **asdict(layer),
             "role": (role := roles.role_of(facts, settings, device=device)).value,
-            "host_bytes": _host_bytes(layer, role, ext, served),
+            "host_bytes": _host_bytes(layer, role, ext, facts),
         }
         for layer, facts in zip(found.layers, layers)
     ]
@@ -276,9 +276,12 @@ def _has_sizes(layer: checkpoint.MoeLayer) -> bool:
 
 def _for_roles(layer: checkpoint.MoeLayer, served: list[str] | None) -> roles.Layer:
     """``served``: the extension's formats, None where it does not load and nothing can be said."""
-    refusal = None
+    refusal, group = None, int(layer.packing.get("group", 0))
     if served is not None and PACKED_AS.get(layer.format, layer.format) not in served:
         refusal = f"{layer.format} experts are not served on the CPU; supported are {', '.join(served)}"
+    elif group % 32:
+        about = "about " if layer.hidden % group else ""
+        refusal = f"{layer.format} experts with a scale for {about}{group} columns are not served on the CPU; multiples of 32 are"
     return roles.Layer(
         layer_id=layer.layer_id,
         is_draft=layer.draft is not None,
@@ -289,16 +292,14 @@ def _for_roles(layer: checkpoint.MoeLayer, served: list[str] | None) -> roles.La
     )
 
 
-def _host_bytes(layer: checkpoint.MoeLayer, role: roles.Role, ext, served: list[str] | None) -> int:
-    """Packed size where the format is served, else the checkpoint's as the best guess."""
-    packed_as = PACKED_AS.get(layer.format, layer.format)
+def _host_bytes(layer: checkpoint.MoeLayer, role: roles.Role, ext, facts: roles.Layer) -> int:
+    """Packed size where the layer is served, else the checkpoint's as the best guess."""
     if role is roles.Role.RESIDENT:
         return 0
-    return (
-        layer.experts * ext.packed_bytes(packed_as, layer.hidden, layer.width, **layer.packing)
-        if served and packed_as in served and _has_sizes(layer)
-        else layer.bytes
-    )
+    if ext is None or facts.refusal or not _has_sizes(layer):
+        return layer.bytes
+    packed_as = PACKED_AS.get(layer.format, layer.format)
+    return layer.experts * ext.packed_bytes(packed_as, layer.hidden, layer.width, **layer.packing)
 
 
 def _check_nodes(report: Report) -> None:

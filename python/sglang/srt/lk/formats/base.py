@@ -142,5 +142,10 @@ def _elements(begin: int, count: int, step: int, per: int) -> torch.Tensor:
 
 def misfits(geometry: Geometry, multiple: int, said: str) -> list[str]:
     """One problem per size that is no multiple; ``said`` is what there is one of."""
-    sizes = ((geometry.hidden, ""), (geometry.width, TP))
+    sizes = ((geometry.hidden, ""), (geometry.width, tp(geometry, multiple)))
     return [f"{size} columns are no multiple of the {multiple} {said}{flag}" for size, flag in sizes if size % multiple]
+
+
+def tp(geometry: Geometry, multiple: int) -> str:
+    """The flag to change where a rank's share of the width is no multiple, and all of it is one."""
+    return TP if geometry.width % multiple and geometry.width * geometry.ranks % multiple == 0 else ""

@@ -24,6 +24,7 @@ from sglang.srt.lk.formats.base import (
     expect,
     is_a,
     spread,
+    tp,
     type_name,
 )
 from sglang.srt.lk.formats.geometry import COLUMNS, ROWS, WHOLE, Axis, FormatError, Geometry, Window
@@ -60,13 +61,16 @@ class _Int4(ExpertFormat):
         return Packing("int4", group=self._group(geometry), scales=stored, zeros=self.zero_points)
 
     def problems(self, geometry: Geometry) -> list[str]:
+        sizes = {geometry.hidden: "", geometry.width: tp(geometry, WORD)}
         found = [
-            f"{size} {axis.along} do not fill words of {axis.per}{TP}"
+            f"{size} {axis.along} do not fill words of {axis.per}{flag}"
             for axis in self.axes(CODES)
-            for size in sorted({geometry.hidden, geometry.width})
+            for size, flag in sorted(sizes.items())
             if size % axis.per
         ]
-        if self._grouped and self._group(geometry) % 32:
+        if self.group != WHOLE and self.group % 32:
+            found.append(f"INT4 groups of {self.group} columns are not supported (multiples of 32 are)")
+        elif self._grouped and self._group(geometry) % 32:
             found.append(f"groups of {self.group} columns and a rank's share of {geometry.width} have no multiple of 32 in common{TP}")
         return found
 

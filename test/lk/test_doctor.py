@@ -92,6 +92,32 @@ def test_all_wrong_settings_are_said_at_once_even_with_the_switch_off():
     assert all(problem.remedy for problem in report.problems)
 
 
+@pytest.mark.parametrize("environ, line", [
+    ({}, "LK_MOE_HYBRID_ENABLED is not set: sglang serves stock; checked as if it were 1"),
+    ({"LK_MOE_HYBRID_ENABLED": " "}, "LK_MOE_HYBRID_ENABLED is not set: sglang serves stock; checked as if it were 1"),
+    ({"LK_MOE_HYBRID_ENABLED": "0"}, "LK_MOE_HYBRID_ENABLED=0: sglang serves stock; checked as if it were 1"),
+    ({"LK_MOE_HYBRID_ENABLED": " 1"}, "hybrid is on"),
+    ({"LVLLM_MOE_NUMA_ENABLED": "1"}, "hybrid is on"),
+    ({"LVLLM_MOE_NUMA_ENABLED": "0"}, "LVLLM_MOE_NUMA_ENABLED=0: sglang serves stock; checked as if it were 1"),
+    ({"LVLLM_MOE_NUMA_ENABLED": "1", "LK_MOE_HYBRID_ENABLED": "0"}, "LK_MOE_HYBRID_ENABLED=0: sglang serves stock; checked as if it were 1"),
+])  # fmt: skip
+def test_the_switch_is_read_as_a_server_reads_it(environ, line):
+    report = examine(environ=environ)
+    text = doctor_text.render(report, PLAIN)
+    assert report.ok and f"Settings  {line}" in text
+    said = [words.strip() for words in text if "legacy names" in words]
+    read, ignored = "LVLLM_* are legacy names: read LVLLM_MOE_NUMA_ENABLED as LK_MOE_HYBRID_ENABLED", "LVLLM_* are legacy names: read none; ignored"
+    assert len(said) == ("LVLLM_MOE_NUMA_ENABLED" in environ)
+    assert all(words.startswith(ignored if len(environ) > 1 else read) for words in said)
+
+
+@pytest.mark.parametrize("name", ["LK_MOE_HYBRID_ENABLED", "LVLLM_MOE_NUMA_ENABLED"])
+def test_a_switch_that_is_neither_0_nor_1_is_not_called_on(name):
+    report = examine(environ={name: "yes"})
+    assert stops(report) == [f"{name}='yes': expected 0 or 1"]
+    assert f"Settings  {name} is neither 0 nor 1" in doctor_text.render(report, PLAIN)
+
+
 def test_a_machine_without_the_kernels_says_so_and_shows_the_rest(monkeypatch):
     monkeypatch.setitem(sys.modules, doctor.EXTENSION, None)  # import raises ImportError
     report = examine()

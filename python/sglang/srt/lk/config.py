@@ -261,6 +261,11 @@ def read(environ: Mapping[str, str], *, isas: Callable[[], Iterable[str]] = buil
     return Loaded(Config(**{FIELDS[name].name: value for name, value in values.items()}), tuple(notes))
 
 
+def switch(environ: Mapping[str, str]) -> tuple[str, str]:
+    """The name under which the switch is set, a legacy one perhaps, and its text; "" where it is not."""
+    return _given_variables(environ, [], []).get(SWITCH, (SWITCH, ""))
+
+
 def _given_variables(
     environ: Mapping[str, str], problems: list[str], notes: list[str]
 ) -> dict[str, tuple[str, str]]:

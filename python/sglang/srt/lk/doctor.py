@@ -106,15 +106,16 @@ def _version(distribution: str) -> str | None:
 
 def _look_at_settings(report: Report, environ: Mapping[str, str], ext) -> config.Config:
     """Checks LK_* as a server would with the switch on. On problems the rest of the report uses the defaults."""
-    switch = environ.get(config.SWITCH, "").strip()
+    name, switch = config.switch(environ)
     facts = {
         "switch": switch or "0",
+        "switch_name": name if switch else None,
         "set": {k: v for k, v in sorted(environ.items()) if k.startswith(("LK_", "LVLLM_"))},
         "notes": [],
     }
     report.facts["settings"] = facts
     try:
-        loaded = config.read({**environ, config.SWITCH: switch if switch not in ("", "0") else "1"}, isas=lambda: _isas(ext))
+        loaded = config.read({**environ, name: "1" if switch in ("", "0") else switch}, isas=lambda: _isas(ext))
     except config.ConfigError as error:
         for problem in error.problems:
             report.stop(problem, f"correct or unset it; all variables: {config.REFERENCE}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
+from sglang.srt.lk.config import SWITCH
 from sglang.srt.lk.doctor import Report
 from sglang.srt.lk.term import Style, gib, pad, ranges, table
 
@@ -103,14 +104,17 @@ def _gpu(facts: dict, style: Style) -> Lines:
 
 def _settings(facts: dict, style: Style) -> Lines:
     settings = facts["settings"]
-    on = settings["switch"] != "0"
-    yield (
-        "Settings",
-        "hybrid is on" if on else "LK_MOE_HYBRID_ENABLED is not set: sglang serves stock; checked as if it were 1",
-    )
-    for name, value in settings["set"].items():
-        if name != "LK_MOE_HYBRID_ENABLED":
-            yield "", f"{name}={value}"
+    name, value = settings["switch_name"], settings["switch"]
+    stock = "sglang serves stock; checked as if it were 1"
+    if name is None:
+        yield "Settings", f"{SWITCH} is not set: {stock}"
+    elif value == "0":
+        yield "Settings", f"{name}=0: {stock}"
+    else:
+        yield "Settings", "hybrid is on" if value == "1" else style("red", f"{name} is neither 0 nor 1")
+    for variable, text in settings["set"].items():
+        if variable != SWITCH:
+            yield "", f"{variable}={text}"
     for note in settings["notes"]:
         yield "", style("dim", note)
 

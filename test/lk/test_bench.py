@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 import types
 
@@ -254,6 +255,82 @@ def test_json_holds_the_promised_fields_beside_the_machine(tmp_path, capsys):
     table = capsys.readouterr().out.splitlines()
     assert "an empty call 3.2 µs" in table[0]
     assert sum(line.startswith("64,32,10,3") for line in table) == len(stored["rows"])
+
+
+COMMANDS = [["kernels"], ["handover"], ["decode", "--model-config", "qwen3-30b-a3b"], ["prefill", "--model-config", "qwen3-30b-a3b"]]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+@pytest.mark.parametrize("place, why", [("none/a.json", "No such file or directory"), ("", "Is a directory"), ("n" * 300, "File name too long")])
+def test_a_file_that_cannot_be_written_is_said_before_measuring(tmp_path, capsys, monkeypatch, ext, command, place, why):
+    from sglang.srt.lk.bench import serving
+
+    monkeypatch.setattr(serving, "Server", lambda *_: pytest.fail("a server was started"))
+    options = ["--json"] + ["--plot"] * (command == ["kernels"])
+    for option in options:
+        assert cli.main(["bench", *command, option, str(tmp_path / place)]) == 2
+        assert capsys.readouterr().err == f"sglang-lk: {option} {tmp_path / place} cannot be written: {why}\n"
+    assert ext.visited == [] and list(tmp_path.iterdir()) == []
+
+
+def test_a_file_that_is_there_is_kept_until_there_is_something_to_store(tmp_path, capsys):
+    (tmp_path / "a.json").write_text("before")
+    assert cli.main(["bench", "kernels", "--shape", "1,2", "--json", str(tmp_path / "a.json")]) == 2
+    assert (tmp_path / "a.json").read_text() == "before"
+
+
+def test_a_disk_that_is_full_in_the_end_is_one_message(capsys):
+    few = ["--shape", "64,32,10,3", "--rows", "1", "--format", "bf16", "--seconds", "0.01"]
+    assert cli.main(["bench", "kernels", *few, "--json", "/dev/full"]) == 2
+    assert capsys.readouterr().err == "sglang-lk: --json /dev/full cannot be written: No space left on device\n"
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = [{tests!r}]
+import double
+from sglang.srt.lk import cli
+from sglang.srt.lk.bench import kernels
+sys.modules["sgl_kernel_ext"] = double.Extension()
+kernels.cache_bytes = lambda cpus: 4096
+sys.exit(cli.main(sys.argv[1:]))
+"""
+
+
+def command(*arguments, **options):
+    """The command in a process of its own, on the stand-in."""
+    script = SCRIPT.format(tests=os.path.dirname(__file__))
+    return subprocess.run([sys.executable, "-c", script, *map(str, arguments)], stderr=subprocess.PIPE, text=True, timeout=60, **options)
+
+
+FEW = ["bench", "kernels", "--shape", "64,32,10,3", "--rows", "1", "--seconds", "0.01"]
+
+
+@pytest.fixture
+def nobody():
+    """The writing end of a pipe that nobody reads."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    yield writer
+    os.close(writer)
+
+
+@pytest.mark.parametrize("arguments", [FEW, ["doctor", "--no-bandwidth"], ["doctor", "--json", "--no-bandwidth"]], ids=lambda a: a[0])
+def test_without_a_reader_the_command_ends_quietly(nobody, arguments):
+    done = command(*arguments, stdout=nobody)
+    assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_without_a_reader_all_results_are_stored_all_the_same(nobody, tmp_path):
+    done = command(*FEW, "--json", tmp_path / "a.json", stdout=nobody)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert [row["format"] for row in json.loads((tmp_path / "a.json").read_text())["rows"]] == list(weights.FILLS)
+
+
+def test_output_to_a_full_disk_is_one_message():
+    with open("/dev/full", "w") as full:
+        done = command("doctor", "--no-bandwidth", stdout=full)
+    assert (done.returncode, done.stderr) == (2, "sglang-lk: [Errno 28] No space left on device\n")
 
 
 def test_columns_stand_under_their_headings(ext):

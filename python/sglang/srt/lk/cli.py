@@ -8,9 +8,11 @@ A new command is a function ``_name`` and its block in ``parser``.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from sglang.srt.lk.term import Style, table, write
@@ -19,13 +21,68 @@ from sglang.srt.lk.term import Style, table, write
 def main(argv: list[str] | None = None) -> int:
     arguments = parser().parse_args(argv)
     try:
+        _check_outputs(arguments)
         return arguments.run(arguments)
-    except (ValueError, MemoryError) as error:  # what was asked for cannot be done; the message says what can
+    except BrokenPipeError:  # nobody reads on
+        _drop_output()
+        return 141
+    except (ValueError, MemoryError, OSError) as error:  # what was asked for cannot be done; the message says what can
+        if isinstance(error, OSError):
+            _drop_output()
         write(f"sglang-lk: {error}", sys.stderr)
         return 2
     except KeyboardInterrupt:
         write("\nsglang-lk: stopped", sys.stderr)
         return 130
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    """That the files which are asked for can be written: before the minutes of measuring, not after."""
+    for option in ("json", "plot"):
+        path = getattr(arguments, option, None)
+        if isinstance(path, Path):
+            with _writing(option, path):
+                _try_to_write(path)
+
+
+def _try_to_write(path: Path) -> None:
+    new = not path.exists()
+    if new or path.is_file() or path.is_dir():  # a pipe is opened only once
+        path.open("ab").close()
+    if new:
+        path.unlink()
+
+
+@contextlib.contextmanager
+def _writing(option: str, path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"--{option} {path} cannot be written: {error.strerror or error}") from error
+
+
+def _store(path: Path | None, content: object) -> None:
+    if path:
+        with _writing("json", path):
+            path.write_text(json.dumps(content, indent=1) + "\n")
+
+
+def _show(arguments: argparse.Namespace, text: str) -> None:
+    """What a measurement prints. It goes on without a reader where a file is asked for, too."""
+    try:
+        write(text)
+    except BrokenPipeError:
+        if not arguments.json and not getattr(arguments, "plot", None):
+            raise
+        _drop_output()
+
+
+def _drop_output() -> None:
+    """Nothing more is printed, nor what is still buffered: Python would fail on it when it ends."""
+    with contextlib.suppress(OSError):
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())
+        os.close(nowhere)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -171,14 +228,14 @@ def _kernels(arguments: argparse.Namespace) -> int:
     todo = plan.make(arguments, os.environ, ext)
     style, rows = Style.of(sys.stdout), []
     found = report.facts(ext, todo)
-    write("\n".join([*report.opening(found, style), "", report.heading(style)]))
+    _show(arguments, "\n".join([*report.opening(found, style), "", report.heading(style)]))
     for row in kernels.run(ext, todo):
         rows.append(row)
-        write(report.line(row, style))
-    if arguments.json:
-        report.store(arguments.json, found, rows)
+        _show(arguments, report.line(row, style))
+    _store(arguments.json, {"machine": found, "rows": [row.as_dict() for row in rows]})
     if arguments.plot:
-        roofline.draw(found, [row.as_dict() for row in rows], arguments.plot)
+        with _writing("plot", arguments.plot):
+            roofline.draw(found, [row.as_dict() for row in rows], arguments.plot)
     return 0
 
 
@@ -195,12 +252,11 @@ def _handover(arguments: argparse.Namespace) -> int:
     try:
         for row in measured:
             rows.append(row)
-            write("\n".join(handover.lines(rows)[0 if len(rows) == 1 else -1 :]))
+            _show(arguments, "\n".join(handover.lines(rows)[0 if len(rows) == 1 else -1 :]))
     except (kernels.KernelError, driver.DriverError) as error:
         write(f"sglang-lk: {error}", sys.stderr)
         return 1
-    if arguments.json:
-        arguments.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
+    _store(arguments.json, [row.as_dict() for row in rows])
     return 0
 
 
@@ -213,15 +269,14 @@ def _serving(arguments: argparse.Namespace) -> int:
     try:
         for found in serving.run(arguments, os.environ):
             if isinstance(found, str):
-                write(found)
+                _show(arguments, found)
             else:
                 rows.append(found)
-                write("\n".join(serving.lines(rows)[0 if len(rows) == 1 else -1 :]))
+                _show(arguments, "\n".join(serving.lines(rows)[0 if len(rows) == 1 else -1 :]))
     except serving.ServerFailed as error:
         write(f"sglang-lk: {error}", sys.stderr)
         return 1
-    if arguments.json:
-        arguments.json.write_text(json.dumps([row.as_dict() for row in rows], indent=1) + "\n")
+    _store(arguments.json, [row.as_dict() for row in rows])
     return 0
 
 

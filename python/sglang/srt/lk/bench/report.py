@@ -1,13 +1,11 @@
-"""How measured rows are shown and stored.
+"""How measured rows are shown, and what is stored beside them.
 
 Figures come from ``kernels``; nothing is computed here but rounding.
 """
 
 from __future__ import annotations
 
-import json
 import time
-from pathlib import Path
 
 from sglang.srt.lk import cpus, machine
 from sglang.srt.lk.bench import kernels
@@ -88,7 +86,3 @@ def line(row: Row, style: Style) -> str:
 
 def _share(ratio: float, near: bool, style: Style) -> str:
     return style("bold", f"{ratio:.0%}") if near else style("dim", f"{ratio:.0%}")
-
-
-def store(path: Path, found: dict, rows: list[Row]) -> None:
-    path.write_text(json.dumps({"machine": found, "rows": [row.as_dict() for row in rows]}, indent=1) + "\n")

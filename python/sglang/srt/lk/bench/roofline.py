@@ -69,7 +69,7 @@ def draw(machine: dict, rows: list[dict], path: Path) -> None:
     axes.set_axisbelow(True)
     handles = dict(zip(*reversed(axes.get_legend_handles_labels())))
     axes.legend(handles.values(), handles.keys(), fontsize=8, loc="lower right", frameon=False)
-    figure.savefig(path, dpi=150)
+    figure.savefig(path, dpi=150, format="png")
 
 
 def _label_shares(axes, rows: list[dict], intensity: list[float]) -> None:

@@ -333,6 +333,17 @@ def test_output_to_a_full_disk_is_one_message():
     assert (done.returncode, done.stderr) == (2, "sglang-lk: [Errno 28] No space left on device\n")
 
 
+@pytest.mark.parametrize("terminal", [{"PYTHONIOENCODING": "latin-1"}, {"LC_ALL": "POSIX", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}], ids=str)
+def test_a_terminal_without_the_signs_gets_the_report_all_the_same(terminal, tmp_path):
+    import headers
+
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    (folder / "config.json").write_text(json.dumps({**headers.CONFIG, "author": "é"}, ensure_ascii=False), encoding="utf-8")
+    done = command("doctor", "--no-bandwidth", "--device", "cpu", folder, stdout=subprocess.PIPE, encoding="latin-1", env={**os.environ, **terminal})
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "? avx512_bf16 (used)" in done.stdout and done.stdout.endswith("Ready to serve.\n")
+
+
 def test_columns_stand_under_their_headings(ext):
     (row,) = kernels.run(ext, small_plan())
     assert width(report.line(row, Style(True))) == width(report.heading(Style(False)))

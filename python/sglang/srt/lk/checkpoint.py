@@ -178,7 +178,7 @@ def _tensors(header: object) -> tuple[dict[str, Tensor], int]:
 def read_index(index: Path) -> dict[str, str]:
     """Tensor name to shard; ``ValueError`` where the index does not say that."""
     try:
-        content = json.loads(index.read_text())
+        content = json.loads(index.read_text(encoding="utf-8"))
     except RecursionError as error:
         raise ValueError("nested too deeply") from error
     match content:
@@ -192,7 +192,7 @@ def _config(path: Path) -> dict:
     try:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and the safetensors files")
-        config = json.loads((path / "config.json").read_text())
+        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} holds no readable config.json; give a checkpoint's own folder") from error
     except (ValueError, RecursionError) as error:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import json
 import os
 import sys
@@ -19,6 +20,8 @@ from sglang.srt.lk.term import Style, table, write
 
 
 def main(argv: list[str] | None = None) -> int:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without ✓ or µ
     arguments = parser().parse_args(argv)
     try:
         _check_outputs(arguments)

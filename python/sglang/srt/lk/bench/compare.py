@@ -27,7 +27,7 @@ class Change:
 
 def load(path: Path) -> dict[tuple, dict]:
     try:
-        rows = json.loads(path.read_text())["rows"]
+        rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
         return {tuple(row[name] for name in KEY): row for row in rows}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path} is no result of `sglang-lk bench kernels --json` ({error!r})") from error

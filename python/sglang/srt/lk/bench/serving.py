@@ -77,7 +77,7 @@ def config_of(name: str, *, experts: str | None, layers: int | None) -> dict[str
         file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not file.is_file():
         raise ValueError(f"--model-config {name}: neither a file nor one of {', '.join(known())}")
-    config = json.loads(file.read_text())
+    config = json.loads(file.read_text(encoding="utf-8"))
     if layers is not None:
         if not 1 <= layers <= config["num_hidden_layers"]:
             raise ValueError(f"--layers {layers}: the model has {config['num_hidden_layers']}")

@@ -98,13 +98,14 @@ def test_the_cpu_platform_of_upstream_must_be_chosen(monkeypatch):
     assert problems() == ("--device cpu needs SGLANG_USE_CPU_ENGINE=1 in the environment",)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("hidden", "width", "count"), [(64, 96, 0), (48, 96, 1), (64, 80, 1), (80, 80, 2)])
-def test_scales_that_straddle_an_edge_are_refused_with_the_number(hidden, width, count):
-    odd = layer(hidden_size=hidden, intermediate_size_per_partition=width)
+def test_scales_that_straddle_an_edge_are_refused_with_the_number(hidden, width, count, ranks):
+    odd = layer(hidden_size=hidden, intermediate_size_per_partition=width, moe_tp_size=ranks)
     found = problems(changed_layer=odd, format=formats.Mxfp4())
     assert len(found) == count
     assert all("no multiple of the 32" in problem for problem in found)
-    assert ("--tp-size" in "".join(found)) == (width == 80)
+    assert ("--tp-size" in "".join(found)) == (width == 80 and ranks > 1)
     assert problems(changed_layer=odd) == ()  # bf16 has no scales
 
 

@@ -1,5 +1,6 @@
 """Models without weights for ``bench decode`` and ``bench prefill``: their shapes, and what is made of the options."""
 
+import http.client
 import json
 import os
 import re
@@ -33,9 +34,59 @@ def test_every_shipped_file_has_its_test():
 
 
 def test_a_path_will_do_as_well_as_a_name(tmp_path):
-    (tmp_path / "config.json").write_text(json.dumps({"num_hidden_layers": 3}))
-    assert serving.config_of(str(tmp_path), experts=None, layers=None) == {"num_hidden_layers": 3}
-    assert serving.config_of(str(tmp_path / "config.json"), experts=None, layers=2) == {"num_hidden_layers": 2}
+    small = {"num_hidden_layers": 3, "vocab_size": 11}
+    (tmp_path / "config.json").write_text(json.dumps(small))
+    assert serving.config_of(str(tmp_path), experts=None, layers=None) == small
+    assert serving.config_of(str(tmp_path / "config.json"), experts=None, layers=2) == {**small, "num_hidden_layers": 2}
+
+
+@pytest.mark.parametrize("key", ["text_config", "llm_config", "language_config"])
+def test_a_multimodal_model_is_its_text_model(tmp_path, key):
+    text = {"num_hidden_layers": 3, "vocab_size": 11, "layer_types": ["a", "b", "c"]}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["X"], key: text}))
+    c = serving.config_of(str(tmp_path), experts="mxfp4", layers=1)
+    assert c[key] == {"num_hidden_layers": 1, "vocab_size": 11, "layer_types": ["a"]} and "quantization_config" in c
+    (tmp_path / "config.json").write_text(json.dumps({key: {**text, "quantization_config": {}}}))
+    with pytest.raises(ValueError, match="says itself how its experts are written"):
+        serving.config_of(str(tmp_path), experts="mxfp4", layers=None)
+
+
+@pytest.mark.parametrize("content, said", [
+    ("", "it is not JSON (Expecting value: line 1 column 1 (char 0))"),
+    ("é", "it is not JSON ("),
+    ("[" * 200000, "it is not JSON ("),
+    ("[]", "it is not a JSON object"),
+    ("{}", "vocab_size is null; a whole number from 11 is needed"),
+    ('{"vocab_size": 10, "num_hidden_layers": 3}', "vocab_size is 10; a whole number from 11 is needed"),
+    ('{"vocab_size": true, "num_hidden_layers": 3}', "vocab_size is true; a whole number from 11 is needed"),
+    ('{"vocab_size": 99, "num_hidden_layers": "3"}', 'num_hidden_layers is "3"; a whole number from 1 is needed'),
+    ('{"vocab_size": 99, "num_hidden_layers": 3, "text_config": {"vocab_size": 99}}', "num_hidden_layers is null; a whole number"),
+])  # fmt: skip
+def test_a_config_that_is_none_is_one_message_with_its_file_and_no_server(tmp_path, capsys, monkeypatch, content, said):
+    monkeypatch.setattr(serving, "Server", lambda *_: pytest.fail("a server was started"))
+    (tmp_path / "config.json").write_text(content, encoding="latin-1")
+    assert cli.main(["bench", "decode", "--model-config", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"sglang-lk: --model-config {tmp_path}/config.json: {said}")
+
+
+@pytest.mark.parametrize("command, options, said", [
+    ("decode", ["--tokens", "0", "--prompt", "0"], "--prompt 0: at least 1; --tokens 0: at least 1"),
+    ("decode", ["--batch", "4", "--batch", "0", "--batch", "-1"], "--batch 0: at least 1; --batch -1: at least 1"),
+    ("prefill", ["--prompt", "-5", "--repeats", "1"], "--prompt -5: at least 1; --repeats 1: at least 2"),
+])  # fmt: skip
+def test_numbers_that_are_too_small_are_refused_by_name_and_no_server_is_started(capsys, monkeypatch, command, options, said):
+    monkeypatch.setattr(serving, "Server", lambda *_: pytest.fail("a server was started"))
+    assert cli.main(["bench", command, "--model-config", "qwen3-30b-a3b", *options]) == 2
+    assert capsys.readouterr().err == f"sglang-lk: {said}\n"
+
+
+@pytest.mark.parametrize("options, said", [
+    (["--hidden", "15", "--rows", "0"], "--hidden 15: at least 16; --rows 0: at least 1"),
+    (["--layers", "0", "--samples", "1"], "--layers 0: at least 1; --samples 1: at least 2"),
+])  # fmt: skip
+def test_so_they_are_for_the_hand_over(capsys, options, said):
+    assert cli.main(["bench", "handover", *options]) == 2
+    assert capsys.readouterr().err == f"sglang-lk: {said}\n"
 
 
 def test_fewer_layers_shorten_what_is_listed_per_layer():
@@ -94,6 +145,34 @@ def test_a_decode_step_is_what_a_longer_answer_takes_more():
     found = serving.decode(Slow(), batch=2, prompt=4, tokens=16, repeats=3, vocabulary=1000)
     assert found == pytest.approx([0.1] * 3)
     assert serving.prefill(Slow(), batch=1, prompt=4, repeats=2, vocabulary=1000) == pytest.approx([0.6] * 2)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """One that was not started; its log says why."""
+    made = serving.Server.__new__(serving.Server)
+    made.log, made.port = tmp_path / "log", 1
+    made.log.write_text("the reason\n")
+    return made
+
+
+def test_a_server_that_dies_while_it_is_asked_has_failed_with_its_log(server, monkeypatch):
+    for error in (http.client.RemoteDisconnected("gone"), ConnectionResetError("gone"), TimeoutError("gone")):
+        def ask(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(server, "_ask", ask)
+        with pytest.raises(serving.ServerFailed) as caught:
+            server.seconds([[1]], 2)
+        assert str(caught.value) == f"the server did not answer ({error!r}); its log ends:\nthe reason\n"
+
+
+@pytest.mark.parametrize("data", [b"", b"{}", b"[]", b'{"error": 1}', b"[1]", b'[{"output_ids": [1]}]'])
+def test_what_is_no_answer_of_so_many_tokens_is_a_failure_too(server, monkeypatch, data):
+    monkeypatch.setattr(server, "_ask", lambda *_: (200, data))
+    with pytest.raises(serving.ServerFailed) as caught:
+        server.seconds([[1]], 2)
+    assert str(caught.value) == f"the server answered with status 200: {data!r}; its log ends:\nthe reason\n"
 
 
 def test_only_lines_about_hybrid_moe_are_repeated(tmp_path):

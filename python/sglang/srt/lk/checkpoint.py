@@ -199,10 +199,12 @@ def _config(path: Path) -> dict:
         raise CheckpointError(f"{path}/config.json is not JSON ({error}); fetch the file again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}/config.json is not a JSON object; fetch the file again")
-    nested = next(
-        (config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), {}
-    )
-    return {**config, **{key: value for key, value in nested.items() if key != "architectures"}}
+    return {**config, **{key: value for key, value in text_model(config).items() if key != "architectures"}}
+
+
+def text_model(config: dict) -> dict:
+    """The part of ``config.json`` that describes the text model: all of it, or what a multimodal checkpoint nests."""
+    return next((config[key] for key in ("text_config", "llm_config", "language_config") if isinstance(config.get(key), dict)), config)
 
 
 def _architecture(config: dict) -> str:

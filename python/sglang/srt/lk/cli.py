@@ -70,6 +70,19 @@ def _store(path: Path | None, content: object) -> None:
             path.write_text(json.dumps(content, indent=1) + "\n")
 
 
+def _at_least(arguments: argparse.Namespace, **least: int) -> None:
+    """That these options, those which may be repeated too, are not too small."""
+    given = {name: getattr(arguments, name, None) for name in least}
+    said = [
+        f"--{name} {value}: at least {least[name]}"
+        for name, values in given.items()
+        for value in (values if isinstance(values, list) else [values])
+        if value is not None and value < least[name]
+    ]
+    if said:
+        raise ValueError("; ".join(said))
+
+
 def _show(arguments: argparse.Namespace, text: str) -> None:
     """What a measurement prints. It goes on without a reader where a file is asked for, too."""
     try:
@@ -245,6 +258,7 @@ def _kernels(arguments: argparse.Namespace) -> int:
 def _handover(arguments: argparse.Namespace) -> int:
     from sglang.srt.lk.bench import handover, plan
 
+    _at_least(arguments, hidden=handover.WIDTH, rows=1, layers=1, samples=2)
     settings = plan.settings(os.environ, _extension())
     from sglang.srt.lk import driver, kernels  # torch is imported only now
 
@@ -266,8 +280,7 @@ def _handover(arguments: argparse.Namespace) -> int:
 def _serving(arguments: argparse.Namespace) -> int:
     from sglang.srt.lk.bench import serving
 
-    if arguments.repeats < 2:
-        raise ValueError(f"--repeats {arguments.repeats}: at least 2, or there is no spread")
+    _at_least(arguments, batch=1, prompt=1, tokens=1, repeats=2)
     rows = []
     try:
         for found in serving.run(arguments, os.environ):

@@ -28,11 +28,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from sglang.srt.lk import checkpoint
 from sglang.srt.lk.config import SWITCH
 from sglang.srt.lk.term import table
 
 MODELS = Path(__file__).with_name("models")
 PATIENCE_S = 1800  # for a start; most of it is upstream's own compiling on the first one
+VOCABULARY = 10  # ids below it are not used: many models give them a meaning
 SHORT = 8  # tokens of the answer that is taken off
 OURS = (sys.executable, "-c", "from sglang.cli.main import main; main()", "serve")
 _FOUR_BITS = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False}
@@ -77,14 +79,23 @@ def config_of(name: str, *, experts: str | None, layers: int | None) -> dict[str
         file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
     if not file.is_file():
         raise ValueError(f"--model-config {name}: neither a file nor one of {', '.join(known())}")
-    config = json.loads(file.read_text(encoding="utf-8"))
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ValueError(f"--model-config {file}: it is not JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise ValueError(f"--model-config {file}: it is not a JSON object")
+    text = checkpoint.text_model(config)
+    for key, least in (("vocab_size", VOCABULARY + 1), ("num_hidden_layers", 1)):
+        if type(text.get(key)) is not int or text[key] < least:
+            raise ValueError(f"--model-config {file}: {key} is {_short(text.get(key))}; a whole number from {least} is needed")
     if layers is not None:
-        if not 1 <= layers <= config["num_hidden_layers"]:
-            raise ValueError(f"--layers {layers}: the model has {config['num_hidden_layers']}")
-        config["num_hidden_layers"] = layers
-        config |= {key: config[key][:layers] for key in ("layer_types", "compress_ratios") if key in config}
+        if not 1 <= layers <= text["num_hidden_layers"]:
+            raise ValueError(f"--layers {layers}: the model has {text['num_hidden_layers']}")
+        text["num_hidden_layers"] = layers
+        text |= {key: text[key][:layers] for key in ("layer_types", "compress_ratios") if isinstance(text.get(key), list)}
     if experts is not None:
-        if "quantization_config" in config:
+        if "quantization_config" in config or "quantization_config" in text:
             raise ValueError(f"--experts {experts}: {name} says itself how its experts are written")
         if (way := EXPERTS[experts]) is not None:
             group = {"targets": ["Linear"], "input_activations": None, "output_activations": None, **way}
@@ -93,6 +104,11 @@ def config_of(name: str, *, experts: str | None, layers: int | None) -> dict[str
                 "config_groups": {"group_0": group}, "ignore": IGNORED,
             }  # fmt: skip
     return config
+
+
+def _short(value: object) -> str:
+    said = json.dumps(value)
+    return said if len(said) <= 60 else said[:57] + "..."
 
 
 class Server:
@@ -144,9 +160,12 @@ class Server:
         """How long one batch of greedy answers of so many tokens takes."""
         sampling = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True}
         began = time.perf_counter()
-        status, data = self._ask("POST", "/generate", {"input_ids": prompts, "sampling_params": sampling})
+        try:
+            status, data = self._ask("POST", "/generate", {"input_ids": prompts, "sampling_params": sampling})
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerFailed(f"the server did not answer ({error!r}); its log ends:\n{self.tail()}") from error
         took = time.perf_counter() - began
-        if status != 200 or any(len(answer["output_ids"]) != tokens for answer in json.loads(data)):
+        if status != 200 or _lengths(data) != [tokens] * len(prompts):
             raise ServerFailed(f"the server answered with status {status}: {data[:300]!r}; its log ends:\n{self.tail()}")
         return took
 
@@ -171,6 +190,14 @@ class Server:
             connection.close()
 
 
+def _lengths(data: bytes) -> list[int] | None:
+    """Tokens of each answer; None where these are no answers."""
+    try:
+        return [len(answer["output_ids"]) for answer in json.loads(data)]
+    except (ValueError, TypeError, KeyError):
+        return None
+
+
 def decode(server: Server, *, batch: int, prompt: int, tokens: int, repeats: int, vocabulary: int) -> list[float]:
     """Seconds of one decode step, several times."""
     found = []
@@ -188,7 +215,7 @@ def prefill(server: Server, *, batch: int, prompt: int, repeats: int, vocabulary
 
 def random_prompts(batch: int, length: int, vocabulary: int, *, seed: int) -> list[list[int]]:
     generator = random.Random(seed)
-    return [[generator.randrange(10, min(vocabulary, 30000)) for _ in range(length)] for _ in range(batch)]
+    return [[generator.randrange(VOCABULARY, min(vocabulary, 30000)) for _ in range(length)] for _ in range(batch)]
 
 
 def run(arguments: Any, environ: Mapping[str, str]) -> Iterator[Row | str]:
@@ -199,7 +226,7 @@ def run(arguments: Any, environ: Mapping[str, str]) -> Iterator[Row | str]:
         yield f"ready after {server.ready():.0f} s"
         yield from server.says()
         for batch in arguments.batch or [1]:
-            rest = dict(batch=batch, prompt=arguments.prompt, repeats=arguments.repeats, vocabulary=config["vocab_size"])
+            rest = dict(batch=batch, prompt=arguments.prompt, repeats=arguments.repeats, vocabulary=checkpoint.text_model(config)["vocab_size"])
             if arguments.what == "decode":
                 times, work = decode(server, tokens=arguments.tokens, **rest), batch
             else:

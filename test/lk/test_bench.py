@@ -384,6 +384,37 @@ def test_compare_refuses_what_has_nothing_in_common(tmp_path, capsys):
     assert compare.compare(tmp_path / "a.json", tmp_path / "a.json")[0].ratio == 1
 
 
+@pytest.mark.parametrize("changes, said", [
+    ({"read_ratio": 0}, "read_ratio of the case 1 2 3 1 bf16 avx2 1 2 is 0, and must be a number above 0"),
+    ({"dot_ratio": -1.0}, "dot_ratio of the case 1 2 3 1 bf16 avx2 1 2 is -1.0, and"),
+    ({"dot_ratio": None}, "dot_ratio of the case 1 2 3 1 bf16 avx2 1 2 is None, and"),
+    ({"read_ratio": "0.8"}, "read_ratio of the case 1 2 3 1 bf16 avx2 1 2 is 0.8, and"),
+    ({"read_ratio": float("nan")}, "read_ratio of the case 1 2 3 1 bf16 avx2 1 2 is nan, and"),
+    ({"read_ratio": 10**400}, "read_ratio of the case 1 2 3 1 bf16 avx2 1 2 is 1000"),
+    ({"hidden": {}}, "TypeError"),
+])  # fmt: skip
+@pytest.mark.parametrize("turn", [1, -1])
+def test_compare_refuses_what_is_no_share_with_file_and_case(tmp_path, capsys, changes, said, turn):
+    files = [result(tmp_path / "a.json", **changes), result(tmp_path / "b.json")]
+    assert cli.main(["bench", "compare", *files[::turn]]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"sglang-lk: {tmp_path}/a.json") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", ["[" * 200000, '{"rows": 3}', '{"rows": [3]}', "é", ""])
+def test_compare_refuses_what_is_no_result(tmp_path, capsys, content):
+    (tmp_path / "a.json").write_text(content, encoding="latin-1")
+    assert cli.main(["bench", "compare", str(tmp_path / "a.json"), result(tmp_path / "b.json")]) == 2
+    assert capsys.readouterr().err.startswith(f"sglang-lk: {tmp_path}/a.json is no result of `sglang-lk bench kernels --json`")
+
+
+@pytest.mark.parametrize("tolerance", ["nan", "inf", "-0.1", "1"])
+def test_a_tolerance_that_tolerates_all_or_less_than_nothing_is_refused(tmp_path, capsys, tolerance):
+    a = result(tmp_path / "a.json")
+    assert cli.main(["bench", "compare", a, a, f"--tolerance={tolerance}"]) == 2
+    assert capsys.readouterr().err.startswith(f"sglang-lk: --tolerance {float(tolerance)}: a number from 0 to less than 1 is needed")
+
+
 def test_a_picture_needs_matplotlib_and_says_so_before_measuring(ext, tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     assert cli.main(["bench", "kernels", "--plot", str(tmp_path / "a.png")]) == 2

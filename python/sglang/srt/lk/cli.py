@@ -309,6 +309,8 @@ def _extension():
 def _compare(arguments: argparse.Namespace) -> int:
     from sglang.srt.lk.bench.compare import compare
 
+    if not 0 <= arguments.tolerance < 1:  # nor if it is not a number
+        raise ValueError(f"--tolerance {arguments.tolerance}: a number from 0 to less than 1 is needed, such as 0.1")
     style, changes = Style.of(sys.stdout), compare(arguments.first, arguments.second)
     rows = [["hidden,width,experts,k", "format", "isa", "rows", "share of", "A", "B", "B/A", ""]]
     slower = 0

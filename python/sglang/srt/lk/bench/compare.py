@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 KEY = ("hidden", "width", "experts", "top_k", "format", "isa", "rows", "threads")
+RATIOS = ("read_ratio", "dot_ratio")
+MOST = 1e9  # more is no share of a machine, nor a number that can be divided
 
 
 @dataclass(frozen=True)
@@ -26,11 +28,18 @@ class Change:
 
 
 def load(path: Path) -> dict[tuple, dict]:
+    """The rows by case; ``ValueError`` says which file is none of ours, and which row of it."""
     try:
         rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        return {tuple(row[name] for name in KEY): row for row in rows}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        found = {tuple(row[name] for name in KEY): row for row in rows}
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path} is no result of `sglang-lk bench kernels --json` ({error!r})") from error
+    for key, row in found.items():
+        for name in RATIOS:
+            if type(row.get(name)) not in (int, float) or not 0 < row[name] < MOST:
+                case = " ".join(map(str, key))
+                raise ValueError(f"{path}: {name} of the case {case} is {str(row.get(name))[:60]}, and must be a number above 0")
+    return found
 
 
 def compare(first: Path, second: Path) -> list[Change]:

@@ -234,11 +234,76 @@ def test_all_wrong_options_are_said_at_once(ext):
         "--rows 3/token",
         "--isa avx1024: this machine runs scalar, avx2",
         "--format q4: known are bf16",
-        "LK_THREADS",
+        "--threads 0: a whole number from 1 to 4096 is needed",
         "--repeats 3",
         "--seconds 0",
     ):
         assert part in said
+
+
+@pytest.mark.parametrize("arguments, said", [
+    (["--seconds", "nan"], "--seconds nan: a number above 0 is needed"),
+    (["--seconds", "inf"], "--seconds inf: a number above 0 is needed"),
+    (["--threads", "-1"], "--threads -1: a whole number from 1 to 4096 is needed"),
+    (["--threads", "99999"], "--threads 99999: a whole number from 1 to 4096 is needed"),
+    (["--rows", "²"], "--rows ²: give tokens (8) or rows for each expert (128/expert), from 1 to 16777216"),
+    (["--rows", "99999999999"], "--rows 99999999999: give tokens"),
+    (["--rows", "16777217/expert"], "--rows 16777217/expert: give tokens"),
+    (["--shape", "2000000,64,4,2"], "--shape 2000000,64,4,2: every number must be from 1 to 1048576 and TOP_K at most EXPERTS"),
+])  # fmt: skip
+def test_a_wrong_option_is_refused_by_its_name(ext, arguments, said):
+    (line,) = refusals(ext, *arguments).splitlines()[1:]
+    assert line.strip().startswith(said)
+
+
+@pytest.mark.parametrize("arguments", [["--isa", "all", "--isa", "avx2"], ["--isa", "avx2", "--isa", "all"]], ids=str)
+def test_all_instruction_sets_and_one_of_them_are_all(ext, arguments):
+    assert plan.make(options(*arguments), {}, ext).isas == list(double.NAMES)
+
+
+@pytest.mark.parametrize("arguments, environ, said", [
+    (["--threads", "4096"], {}, "sglang-lk: --threads 4096 exceeds "),
+    ([], {"LK_THREADS": "4096"}, "sglang-lk: LK_THREADS=4096 exceeds "),
+    (["--threads", "1"], {"LK_THREADS": "4096"}, ""),
+])  # fmt: skip
+def test_threads_that_are_cut_down_are_said_in_one_line(capsys, monkeypatch, arguments, environ, said):
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    few = ["--shape", "64,32,10,3", "--rows", "1", "--format", "bf16", "--seconds", "0.01"]
+    assert cli.main(["bench", "kernels", *few, *arguments]) == 0
+    error = capsys.readouterr().err
+    assert error.startswith(said) and error.count("\n") == (said != "")
+
+
+def test_rows_for_which_there_is_no_memory_are_said_before_anything_is_measured(ext):
+    with pytest.raises(MemoryError) as error:
+        list(kernels.run(ext, small_plan(shapes=[Shape(64, 32, 10, 3), Shape(1 << 20, 1, 1, 1)], rows=["1", "16777216"])))
+    assert str(error.value).startswith("--rows 16777216 at shape ") and str(error.value).endswith("are free; give fewer")
+    assert ext.visited == []
+
+
+@pytest.mark.parametrize("where, said", [
+    ("make_layer", "bf16 at --shape 64,32,10,3 does not fit into memory (std::bad_alloc)"),
+    ("call", "--rows 1 of bf16 at --shape 64,32,10,3 does not fit into memory (std::bad_alloc)"),
+])  # fmt: skip
+def test_memory_that_runs_out_is_said_with_what_did_not_fit(ext, monkeypatch, where, said):
+    def full(*_):
+        raise MemoryError("std::bad_alloc")
+
+    monkeypatch.setattr(weights if where == "make_layer" else kernels.Buffers, where, full)
+    with pytest.raises(MemoryError) as error:
+        list(kernels.run(ext, small_plan()))
+    assert str(error.value) == said
+
+
+def test_threads_that_the_system_refuses_are_said_with_the_option(ext, monkeypatch):
+    def refused(*_, **__):
+        raise RuntimeError("only 3 of 9 threads could be made")
+
+    monkeypatch.setattr(ext, "Engine", refused)
+    with pytest.raises(ValueError) as error:
+        list(kernels.run(ext, small_plan()))
+    assert str(error.value) == "only 3 of 9 threads could be made (--threads or LK_THREADS sets the number of threads)"
 
 
 def test_json_holds_the_promised_fields_beside_the_machine(tmp_path, capsys):

@@ -242,6 +242,8 @@ def _kernels(arguments: argparse.Namespace) -> int:
         roofline.require_matplotlib()  # before the minutes of measuring, not after
     ext = _extension()
     todo = plan.make(arguments, os.environ, ext)
+    for line in todo.warnings:
+        write(f"sglang-lk: {line}", sys.stderr)
     style, rows = Style.of(sys.stdout), []
     found = report.facts(ext, todo)
     _show(arguments, "\n".join([*report.opening(found, style), "", report.heading(style)]))

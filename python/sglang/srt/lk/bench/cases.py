@@ -6,6 +6,7 @@ Pure arithmetic: nothing is allocated, timed or printed here.
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import dataclass
 
 import numpy as np
@@ -30,6 +31,8 @@ class Shape:
 
 DEFAULT_SHAPES = (Shape(2048, 768, 128, 8), Shape(4096, 2048, 32, 6))
 DEFAULT_ROWS = ("1", "128/expert")
+MOST = 1 << 20  # of each number of a shape, as the kernels have it
+MOST_ROWS = 1 << 24
 
 
 def parse_shape(text: str) -> Shape:
@@ -39,22 +42,29 @@ def parse_shape(text: str) -> Shape:
         raise ValueError(
             f"--shape {text}: four numbers HIDDEN,WIDTH,EXPERTS,TOP_K are needed, as in {DEFAULT_SHAPES[0]}"
         ) from error
-    if min(shape.hidden, shape.width, shape.experts, shape.top_k) < 1 or shape.top_k > shape.experts:
-        raise ValueError(f"--shape {text}: every number must be at least 1 and TOP_K at most EXPERTS")
+    numbers = (shape.hidden, shape.width, shape.experts, shape.top_k)
+    if min(numbers) < 1 or max(numbers) > MOST or shape.top_k > shape.experts:
+        raise ValueError(f"--shape {text}: every number must be from 1 to {MOST} and TOP_K at most EXPERTS")
     return shape
 
 
 def parse_rows(text: str) -> str:
     """``8`` is a batch of 8 tokens; ``128/expert`` as many tokens as give every expert 128 rows."""
     number, _, unit = text.partition("/")
-    if not number.isdigit() or int(number) < 1 or unit not in ("", "expert") or ("/" in text and not unit):
-        raise ValueError(f"--rows {text}: give tokens (8) or rows for each expert (128/expert)")
+    counts = re.fullmatch("[0-9]{1,18}", number) and 1 <= int(number) <= MOST_ROWS
+    if not counts or unit not in ("", "expert") or ("/" in text and not unit):
+        raise ValueError(f"--rows {text}: give tokens (8) or rows for each expert (128/expert), from 1 to {MOST_ROWS}")
     return text
 
 
 def tokens(rows: str, shape: Shape) -> int:
     number, _, unit = rows.partition("/")
     return math.ceil(int(number) * shape.experts / shape.top_k) if unit else int(number)
+
+
+def buffer_bytes(shape: Shape, batch: int) -> int:
+    """Inputs and results of a call while they are made, and what its experts hand on: not all, but most of it."""
+    return batch * (10 * shape.hidden + shape.top_k * (24 + 4 * shape.width))
 
 
 def layers_needed(layer_bytes: int, cache_bytes: int, at_least: int = 2) -> int:

@@ -44,6 +44,7 @@ class Plan:
     spin_us: int = 200
     huge: bool = True
     placement: dict = field(default_factory=dict)  # of ``Cpus``
+    warnings: list[str] = field(default_factory=list)  # for the user to see
 
 
 @dataclass(frozen=True)
@@ -113,13 +114,17 @@ class Buffers:
 
 def run(ext, plan: Plan) -> Iterator[Row]:
     """Measure every case, yielding each as it is done. ``ext`` is the native extension."""
+    _check_room(ext, plan)
     with _on_cpu(plan.cpus[0]):
         for isa in plan.isas:
             engine = _engine(ext, plan, isa)
             for shape, fmt in itertools.product(plan.shapes, plan.formats):
-                layers = _layers(ext, engine, plan, fmt, shape)
+                with _fits(f"{fmt} at --shape {shape}"):
+                    layers = [weights.make_layer(ext, engine, fmt, shape, seed) for seed in range(_layers(ext, plan, fmt, shape))]
                 for rows in plan.rows:
-                    yield _measure(engine, plan, layers, fmt, shape, cases.tokens(rows, shape))
+                    with _fits(f"--rows {rows} of {fmt} at --shape {shape}"):
+                        row = _measure(engine, plan, layers, fmt, shape, cases.tokens(rows, shape))
+                    yield row
                 del layers
 
 
@@ -130,7 +135,10 @@ def call_us(ext, plan: Plan) -> float:
 
 
 def _engine(ext, plan: Plan, isa: str):
-    return ext.Engine(plan.cpus, isa=isa, bind=plan.bind, spin_us=plan.spin_us, huge=plan.huge, **plan.placement)
+    try:
+        return ext.Engine(plan.cpus, isa=isa, bind=plan.bind, spin_us=plan.spin_us, huge=plan.huge, **plan.placement)
+    except RuntimeError as error:
+        raise ValueError(f"{error} (--threads or LK_THREADS sets the number of threads)") from error
 
 
 @contextmanager
@@ -144,16 +152,39 @@ def _on_cpu(cpu: int):
         os.sched_setaffinity(0, before)
 
 
-def _layers(ext, engine, plan: Plan, fmt: str, shape: Shape) -> list:
-    each = shape.experts * weights.packed_bytes(ext, fmt, shape)
-    count = cases.layers_needed(each, cache_bytes(plan.cpus))
+def _layers(ext, plan: Plan, fmt: str, shape: Shape) -> int:
+    """How many a case goes through."""
+    return cases.layers_needed(shape.experts * weights.packed_bytes(ext, fmt, shape), cache_bytes(plan.cpus))
+
+
+def _check_room(ext, plan: Plan) -> None:
+    """``MemoryError`` for what cannot fit, before the first case is measured."""
     room = cpus.memory().available
-    if room is not None and count * each > 0.8 * room:
-        raise MemoryError(
-            f"{fmt} at shape {shape} needs {count * each / 1e9:.1f} GB of experts so that no cache can hold them, and "
-            f"{room / 1e9:.1f} GB are free; give a --shape with fewer experts"
-        )
-    return [weights.make_layer(ext, engine, fmt, shape, seed) for seed in range(count)]
+    if room is None:
+        return
+    for shape in plan.shapes:
+        for fmt in plan.formats:
+            needed = _layers(ext, plan, fmt, shape) * shape.experts * weights.packed_bytes(ext, fmt, shape)
+            if needed > 0.8 * room:
+                raise MemoryError(
+                    f"{fmt} at shape {shape} needs {needed / 1e9:.1f} GB of experts so that no cache can hold them, and "
+                    f"{room / 1e9:.1f} GB are free; give a --shape with fewer experts"
+                )
+        for rows in plan.rows:
+            needed = cases.buffer_bytes(shape, cases.tokens(rows, shape))
+            if needed > 0.8 * room:
+                raise MemoryError(
+                    f"--rows {rows} at shape {shape} needs {needed / 1e9:.1f} GB for inputs and results, and {room / 1e9:.1f} GB are free; "
+                    "give fewer"
+                )
+
+
+@contextmanager
+def _fits(what: str):
+    try:
+        yield
+    except MemoryError as error:  # "std::bad_alloc" from the kernels
+        raise MemoryError(f"{what} does not fit into memory ({error})") from error
 
 
 def cache_bytes(cpus: list[int]) -> int:

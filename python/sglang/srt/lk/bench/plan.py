@@ -6,6 +6,7 @@ Measures nothing.
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable, Iterable, Mapping
 from typing import TypeVar
 
@@ -23,15 +24,15 @@ def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
     shapes = _parsed(cases.parse_shape, options.shape or map(str, cases.DEFAULT_SHAPES), problems)
     rows = _parsed(cases.parse_rows, options.rows or cases.DEFAULT_ROWS, problems)
     formats = options.format or list(weights.FILLS)
-    chosen = isas if options.isa == ["all"] else options.isa or [settings.isa or isas[-1]]
+    chosen = isas if "all" in (options.isa or ()) else options.isa or [settings.isa or isas[-1]]
     problems += [f"--format {name}: known are {', '.join(weights.FILLS)}" for name in formats if name not in weights.FILLS]
     problems += [
         f"--isa {name}: this machine runs {', '.join(isas)}, or all of them with all" for name in chosen if name not in isas
     ]
     if options.repeats < 7:
         problems.append(f"--repeats {options.repeats}: at least 7, or the median means little")
-    if options.seconds <= 0:
-        problems.append(f"--seconds {options.seconds}: must be above 0")
+    if not 0 < options.seconds < math.inf:
+        problems.append(f"--seconds {options.seconds}: a number above 0 is needed")
     _refuse(problems)
     workers = cpus.usable(settings)
     return Plan(
@@ -47,6 +48,7 @@ def make(options: argparse.Namespace, environ: Mapping[str, str], ext) -> Plan:
         spin_us=0 if settings.power_saving else 200,
         huge=settings.numa_huge,
         placement=workers.placement(settings),
+        warnings=[line if options.threads is None else line.replace("LK_THREADS=", "--threads ") for line in workers.warnings],
     )
 
 
@@ -69,7 +71,10 @@ def _settings(
     """The same, with --threads in the place of LK_THREADS, or the defaults after adding problems."""
     given = {**environ, config.SWITCH: "1"}
     if threads is not None:
-        given["LK_THREADS"] = str(threads)
+        kind = config.VARIABLES["LK_THREADS"].kind
+        fits = kind.minimum <= threads <= kind.maximum
+        problems += [] if fits else [f"--threads {threads}: {kind.label} is needed"]
+        given["LK_THREADS"] = str(threads) if fits else ""
     try:
         return config.load(given, isas=lambda: isas)
     except config.ConfigError as error:

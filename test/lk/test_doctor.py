@@ -266,6 +266,22 @@ def test_damage_to_the_checkpoint_is_refused_by_name(tmp_path):
     assert "is not a folder" in problem
 
 
+def test_the_folder_is_named_however_it_is_given(tmp_path, monkeypatch):
+    tensors = headers.bf16()
+    del tensors["model.layers.1.mlp.experts.2.up_proj.weight"]
+    monkeypatch.chdir(headers.checkpoint(tmp_path / "m", tensors))
+    assert stops(examine(Path("."))) == ["m: layer 1 lacks experts.2.up"]
+
+
+def test_a_pipe_in_the_place_of_a_file_is_not_waited_for(tmp_path):
+    folder = headers.checkpoint(tmp_path / "m", headers.bf16())
+    os.mkfifo(folder / "more.safetensors")
+    assert stops(examine(folder)) == ["m: more.safetensors is no file, or a link to one that is not there"]
+    (folder / "config.json").unlink()
+    os.mkfifo(folder / "config.json")
+    assert stops(examine(folder)) == [f"{folder} holds no readable config.json; give a checkpoint's own folder"]
+
+
 @pytest.mark.parametrize("shape", [(), (0, 64), (2**60, 64)])
 def test_experts_of_an_impossible_shape_are_refused_by_name(tmp_path, shape, ext):
     folder = headers.checkpoint(tmp_path / "m", headers.bf16())

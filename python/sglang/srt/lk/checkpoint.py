@@ -192,7 +192,10 @@ def _config(path: Path) -> dict:
     try:
         if not path.is_dir():
             raise CheckpointError(f"{path} is not a folder; give the folder that holds config.json and the safetensors files")
-        config = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        file = path / "config.json"
+        if not file.is_file():  # a pipe would be waited for
+            raise FileNotFoundError
+        config = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise CheckpointError(f"{path} holds no readable config.json; give a checkpoint's own folder") from error
     except (ValueError, RecursionError) as error:

@@ -211,13 +211,14 @@ def _look_at_model(report: Report, path: Path, device: str, settings: config.Con
     except checkpoint.CheckpointError as error:
         report.stop(str(error), "give the folder of a Hugging Face checkpoint in safetensors")
         return
+    name = path.resolve().name
     for problem in found.problems + _incomplete(found):
-        report.stop(f"{path.name}: {problem}", "fetch the checkpoint again")
+        report.stop(f"{name}: {problem}", "fetch the checkpoint again")
     for doubt in found.doubts:
-        report.warn(f"{path.name}: {doubt}", "fetch the checkpoint again, or another one of the same model")
+        report.warn(f"{name}: {doubt}", "fetch the checkpoint again, or another one of the same model")
     served = ext.formats() if ext else None
     for problem in _undeclared(found, served):
-        report.stop(f"{path.name}: {problem}", "give a checkpoint whose config.json has its quantization_config")
+        report.stop(f"{name}: {problem}", "give a checkpoint whose config.json has its quantization_config")
     layers = [_for_roles(layer, served) for layer in found.layers]
     try:
         roles.plan(layers, settings, device=device, layer_count=found.declared_layers)

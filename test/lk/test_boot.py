@@ -1,9 +1,9 @@
 """The start, as a program sees it: each test runs a small one with its own environment."""
 
 import json
+import resource
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -19,15 +19,20 @@ def run(code: str = START, *, path: str = "", **variables: str) -> subprocess.Co
     return subprocess.run([sys.executable, "-S", "-c", code], env=env, capture_output=True, text=True)
 
 
+def children_s() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def test_a_good_environment_starts_silently():
     done = run(LK_MOE_HYBRID_ENABLED="1", LK_THREADS="2")
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 def test_three_wrong_values_are_one_message_in_under_a_second():
-    begin = time.monotonic()
+    begin = children_s()
     done = run(LK_MOE_HYBRID_ENABLED="1", LK_THREADS="abc", LK_ISA="avx1024", LK_POOL_SLOT="64")
-    assert time.monotonic() - begin < 1
+    assert children_s() - begin < 0.5  # of the processor: others' programs do not count
     assert (done.returncode, done.stdout) == (2, "")
     lines = done.stderr.splitlines()
     assert lines[0] == "Hybrid MoE: 3 problems in the environment"

@@ -120,7 +120,7 @@ def test_nodes_that_make_no_sense_are_refused_by_name(call, text):
 
 
 def in_a_process(code: str) -> str:
-    env = dict(os.environ, PYTHONPATH=os.pathsep.join([*sys.path, os.path.dirname(__file__)]))
+    env = dict(os.environ, PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path]))
     ended = subprocess.run([sys.executable, "-c", code], env=env, timeout=120, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr
     return ended.stdout

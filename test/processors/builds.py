@@ -73,7 +73,7 @@ class Build:
             libraries = ["-L", f"/usr/{self.machine}-linux-gnu"] if self.machine != HERE else []
             watched = ["-plugin", str(plugin)] if plugin else []
             call = [self.emulator, *libraries, *watched, *(["-cpu", cpu] if cpu else []), *call]
-        return subprocess.run(call, capture_output=True, text=True, timeout=900, env=os.environ | self.environ)
+        return subprocess.run(call, capture_output=True, text=True, timeout=3600, env=os.environ | self.environ)
 
     def core_objects(self) -> list[Path]:
         """Everything outside the kernel tables."""

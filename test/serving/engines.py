@@ -42,7 +42,7 @@ class Host:
         self._process.stdin.close()
         self._process.wait(120)  # a fork of it may still be ending, on a busy machine
 
-    def run(self, model: Path, batches: list[dict], log: Path, timeout: float = 120, **arguments) -> dict:
+    def run(self, model: Path, batches: list[dict], log: Path, timeout: float = 900, **arguments) -> dict:
         job = dict(model=str(model), batches=batches, log=str(log), arguments=arguments, timeout=timeout)
         self._process.stdin.write(json.dumps(job) + "\n")
         line = self._process.stdout.readline()

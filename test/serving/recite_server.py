@@ -60,7 +60,7 @@ def _wait(server: Running, patience_s: float = 900) -> None:
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline and server.process.poll() is None:
         with contextlib.suppress(OSError, http.client.HTTPException):  # it does not listen yet
-            if get(server.port, "/health")[0] == 200:
+            if _ask(server.port, "GET", "/health", timeout=60)[0] == 200:
                 return
         time.sleep(0.3)
     raise RuntimeError(f"the server did not become ready; its log ends:\n{server.log.read_text(errors='replace')[-3000:]}")
@@ -77,8 +77,8 @@ def post(port: int, path: str, body: dict) -> dict:
     return json.loads(data)
 
 
-def _ask(port: int, method: str, path: str, body: str | None = None) -> tuple[int, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+def _ask(port: int, method: str, path: str, body: str | None = None, timeout: float = 600) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=timeout)
     try:
         connection.request(method, path, body, {"Content-Type": "application/json"})
         response = connection.getresponse()
@@ -142,7 +142,7 @@ def under_way(port: int) -> int:
     return sum(load["num_running_reqs"] + load["num_waiting_reqs"] for load in loads)
 
 
-def comes_to_rest(port: int, patience_s: float = 60) -> bool:
+def comes_to_rest(port: int, patience_s: float = 300) -> bool:
     """Whether the scheduler empties: cancelled requests must leave nothing behind."""
     deadline = time.monotonic() + patience_s
     while time.monotonic() < deadline:

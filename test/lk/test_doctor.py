@@ -187,6 +187,12 @@ def test_a_file_beside_the_config_may_declare_them(tmp_path, name):
     assert examine(folder).ok
 
 
+@pytest.mark.parametrize("outer, nested", [({}, None), (None, {})], ids=str)
+def test_a_multimodal_config_may_declare_them_in_either_place(tmp_path, outer, nested):
+    more = {"quantization_config": outer, "text_config": {"quantization_config": nested}}
+    assert examine(headers.checkpoint(tmp_path / "m", headers.mxfp4(), more)).ok
+
+
 def test_the_source_of_the_quick_start_is_no_checkpoint_to_serve_and_what_it_writes_is(tmp_path):
     recite = Path(__file__).parents[2] / "launch"
     (problem,) = stops(examine(recite / "models/recite-moe"))

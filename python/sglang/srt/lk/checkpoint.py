@@ -202,7 +202,7 @@ def _config(path: Path) -> dict:
         raise CheckpointError(f"{path}/config.json is not JSON ({error}); fetch the file again") from error
     if not isinstance(config, dict):
         raise CheckpointError(f"{path}/config.json is not a JSON object; fetch the file again")
-    return {**config, **{key: value for key, value in text_model(config).items() if key != "architectures"}}
+    return {**config, **{key: value for key, value in text_model(config).items() if key != "architectures" and value is not None}}
 
 
 def text_model(config: dict) -> dict:

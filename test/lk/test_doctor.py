@@ -17,12 +17,13 @@ PLAIN = Style(colour=False)
 
 @pytest.fixture(autouse=True)
 def ext(monkeypatch):
-    """A machine with every instruction set, an installation without faults, no GPU and no LK_* of the caller's."""
+    """A machine with every instruction set, an installation without faults, huge pages at hand, no GPU and no LK_* of the caller's."""
     extension = double.Extension()
     monkeypatch.setitem(sys.modules, doctor.EXTENSION, extension)
     monkeypatch.setattr(install_check, "problems", lambda: [])
     monkeypatch.setattr(machine, "gpus", lambda: machine.Gpus(None, False, []))
     monkeypatch.setattr(machine, "busy", lambda cpus: 0.0)
+    monkeypatch.setattr(machine, "_granted", lambda *_: 1.0)
     for name in list(doctor_environ()):
         monkeypatch.delenv(name)
     return extension

@@ -4,7 +4,6 @@
 
 struct Avx512Bf16 : Avx512 {
   static constexpr int kRows = 8, kSums = 16, kSlowBits = 16;
-
   static constexpr bool kSpreads = false;
 
   using Pair = __m512i;

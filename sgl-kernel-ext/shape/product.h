@@ -99,8 +99,15 @@ inline float sum_of(const lk::PanelLayout& layout, const uint16_t* row, int begi
   return sum;
 }
 
-// Where there are zero points, the sums of blocks of R rows and more are made once for all panels, group by group, if the
-// scratch holds them; otherwise anew for every panel.
+// Of `count` rows the sums over every group, those of one group side by side.
+inline void sum_groups(const lk::PanelLayout& layout, const uint16_t* const* rows, int count, float* to) {
+  for (int begin = 0; begin < layout.depth; begin += layout.group)
+    for (int r = 0; r < count; ++r)
+      *to++ = sum_of(layout, rows[r], begin, begin + layout.group < layout.depth ? begin + layout.group : layout.depth);
+}
+
+// Where there are zero points and blocks of three rows and more, the sums are made once for all panels if the scratch
+// holds them; otherwise anew for every panel.
 constexpr size_t kSumBytes = size_t(256) << 10;  // scratch behind what is spread
 template <class F, int R> bool sums_once(const lk::Product& a) {
   const lk::PanelLayout& layout = *a.layout;
@@ -108,11 +115,6 @@ template <class F, int R> bool sums_once(const lk::Product& a) {
 }
 template <class I> float* sums_at(const lk::Product& a) {
   return reinterpret_cast<float*>(a.scratch + kDecodedBytes + (I::kSpreads ? kSpreadBytes : 0));
-}
-inline void sum_groups(const lk::Product& a, float* to) {
-  const int depth = a.layout->depth, group = a.layout->group;
-  for (int begin = 0; begin < depth; begin += group)
-    for (int r = 0; r < a.row_count; ++r) *to++ = sum_of(*a.layout, a.rows[r], begin, begin + group < depth ? begin + group : depth);
 }
 
 // What the zero points of the group from `begin` to `end` add: (8 - z) * scale times the sum of the activations, which may be
@@ -272,7 +274,7 @@ void blocks(const lk::Product& a, const Epilogue& done) {
   constexpr int kFewest = R == 1 ? 1 : kManyBlocks<I, R> ? R / 2 : R / 2 + 1;
   const typename F::template Decoder<I> decoder;
   const int end = (a.first + a.count) * kStep;
-  if (sums_once<F, R>(a)) sum_groups(a, sums_at<I>(a));
+  if (sums_once<F, R>(a)) sum_groups(*a.layout, a.rows, a.row_count, sums_at<I>(a));
   // Equal blocks, of an even number of rows where two make one: no thin last one.
   const int64_t units = a.row_count / a.split, count = (a.row_count + R - 1) / R;
   const auto each_block = [&]<class G>(const lk::Product& product, const typename G::template Decoder<I>& its, int panel, int next) {

@@ -60,7 +60,7 @@ template <class F, class I, class Epilogue> class TileProduct {
         // Equal blocks, so that none is short.
         block_steps_((steps_ + blocks() - 1) / blocks()) {
     if (!a.in_tiles) gather();
-    if (F::kZeros && layout_.zeros) sum_groups();
+    if (F::kZeros && layout_.zeros) sum_groups(layout_, a_.rows + first_, rows_, scratch_.group_sums());
   }
 
   // The blocks of all panel pairs are one sequence, so that decoding stays ahead over the end of a pair, too.
@@ -113,19 +113,6 @@ template <class F, class I, class Epilogue> class TileProduct {
   const uint8_t* row_tile(int row) const {
     if (a_.in_tiles) return reinterpret_cast<const uint8_t*>(a_.rows[first_ + row]);
     return scratch_.base + size_t(row / kTileRows) * steps_ * kTileBytes;
-  }
-
-  // The sum of every group of a row, for the zero points.
-  void sum_groups() {
-    for (int r = 0; r < rows_; ++r) {
-      const float* parts = reinterpret_cast<const float*>(a_.rows[first_ + r] + layout_.depth);
-      for (int begin = 0, g = 0; begin < layout_.depth; begin += layout_.group, ++g) {
-        const int end = begin + layout_.group < layout_.depth ? begin + layout_.group : layout_.depth;
-        float sum = 0.0f;
-        for (int i = begin / lk::kSumOf; i < end / lk::kSumOf; ++i) sum += parts[i];
-        scratch_.group_sums()[size_t(g) * size_t(rows_) + size_t(r)] = sum;
-      }
-    }
   }
 
   // Done with every step of the multiplication.

@@ -52,7 +52,7 @@ def last_level_cache() -> int:
 
 def parse_shape(text: str) -> cases.Shape:
     numbers = text.split(",")
-    if len(numbers) != 4 or not all(number.isdigit() and int(number) for number in numbers):
+    if len(numbers) != 4 or not all(number.isdecimal() and int(number) for number in numbers):
         raise ValueError(f"--shape {text}: four numbers HIDDEN,WIDTH,EXPERTS,TOP_K are needed, as in {cases.SHAPES[0]}")
     return cases.Shape(*map(int, numbers))
 

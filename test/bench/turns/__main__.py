@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import io
+import math
 import os
 import subprocess
 import sys
@@ -93,10 +94,10 @@ def main() -> None:
     hidden, _, width = options.shape.partition(",")
     if wrong or len(versions) != len(options.versions):
         raise ValueError(f"NAME=TREE is needed, each NAME once and of letters: {' '.join(options.versions)}")
-    if not (hidden.isdigit() and width.isdigit() and int(hidden) and int(width)):
+    if not (hidden.isdecimal() and width.isdecimal() and int(hidden) and int(width)):
         raise ValueError(f"--shape {options.shape}: two numbers HIDDEN,WIDTH are needed, as in 2048,768")
-    if any(rows < 1 for rows in options.rows or ()) or options.seconds <= 0:
-        raise ValueError("--rows and --seconds must be above 0")
+    if any(rows < 1 for rows in options.rows or ()) or not 0 < options.seconds < math.inf:
+        raise ValueError("--rows and --seconds must be numbers above 0")
     cpu = max(os.sched_getaffinity(0)) if options.cpu is None else options.cpu
     if cpu not in os.sched_getaffinity(0):
         raise ValueError(f"--cpu {cpu}: this process may use {sorted(os.sched_getaffinity(0))}")
@@ -113,7 +114,8 @@ def main() -> None:
             for rows in options.rows or (1, 4, 128):
                 done = subprocess.run([measured, fmt, str(rows), str(options.seconds), hidden, width], capture_output=True, text=True)
                 if done.returncode:
-                    raise ValueError(f"the program ended with status {done.returncode} at {fmt} with {rows} rows; does this processor have {options.isa}?")
+                    said = done.stderr.strip() or f"does this processor have {options.isa}?"
+                    raise ValueError(f"the program ended with status {done.returncode} at {fmt} with {rows} rows: {said}")
                 for line in done.stdout.splitlines():
                     phase, name, seconds, share, ratio, spread, same = line.split()
                     print(f"{fmt:<11}{rows:>5}  {phase:<8} {name:<{wide}} {float(seconds) * 1e6:>9.1f} {float(share):>7.1%} {float(ratio):>7.3f}"

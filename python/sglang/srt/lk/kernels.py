@@ -80,9 +80,8 @@ def engine(
     *, config: Config | None = None, rank: int = 0, ranks: int = 1, gpu: bool = False, batch_invariant: bool = False
 ) -> Any:
     """This process's engine, on its share of the host's CPUs; the arguments count only the first time. ``config``: another than
-    the process's own. Beside a GPU its
-    workers stay awake for as long as the GPU is likely to work on the rest of a layer or step. ``batch_invariant``: a row's
-    bits never depend on the other rows, also on ISAs with matrix multipliers."""
+    the process's own. Beside a GPU its workers stay awake for as long as the GPU is likely to work on the rest of a layer or
+    step. ``batch_invariant``: a row's bits never depend on the other rows, also on ISAs with matrix multipliers."""
     global _engine
     with _engine_lock:
         if _engine is None:

@@ -5,6 +5,9 @@
 struct Amx : Avx512Bf16 {
   static constexpr bool kOwnOrder = true;
   static constexpr int kFewRows = 2;
+  // A core that shares its physical one with a busy neighbour has too short a queue of instructions to begin loads from
+  // an L2 in time; one of its own loses nothing by it.
+  static constexpr int kNearSteps = 2;
 
   // Every half of a pair times its column's scale; exact, so nothing is rounded.
   static Pairs scaled(Pairs w, F32 scale) {
@@ -34,6 +37,9 @@ struct Amx : Avx512Bf16 {
   template <int T> static void tile_zero() { __asm__ volatile("tilezero %%tmm%c0" ::"i"(T)); }
   template <int T> static void tile_load(const void* p, ptrdiff_t stride) {
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
+  }
+  template <int T> static void tile_load_once(const void* p, ptrdiff_t stride) {
+    __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" ::"r"(p), "r"(stride), "i"(T) : "memory");
   }
   template <int T> static void tile_store(void* p, ptrdiff_t stride) {
     __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" ::"r"(p), "r"(stride), "i"(T) : "memory");

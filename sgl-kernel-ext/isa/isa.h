@@ -56,10 +56,12 @@ template <class I> constexpr bool kLane = !requires { I::kOwnOrder; };
 template <class I>
 concept TileIsa = LaneIsa<I> && requires(typename I::F32 f, typename I::Pairs p, typename I::Pairs& out, const uint8_t* bytes, void* to, const void* from) {
   { I::kFewRows };                            // up to so many rows product.h is as fast or faster
+  { I::kNearSteps };                          // of k, that rows are fetched to the first cache ahead of tile_load_once; 0: not
   { I::tile_begin(16) };                      // before a thread's first tile, with the rows of tiles 0-5; and
   { I::tile_end() };                          // after its last: what tiles hold is gone
   { I::template tile_zero<0>() };
   { I::template tile_load<0>(from, 64) };     // rows `stride` bytes apart
+  { I::template tile_load_once<4>(from, 64) };  // the same of bytes that others should stay in a cache for
   { I::template tile_store<0>(to, 64) };
   { I::template tile_dot<0, 4, 6>() };        // tile 0 += rows of k pairs (tile 4) times rows of a panel (tile 6)
   { I::copy_line(to, from) };                 // 64 bytes, to a cache line

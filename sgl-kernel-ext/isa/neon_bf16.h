@@ -6,6 +6,7 @@
 struct NeonBf16 : Neon {
   static constexpr bool kOwnOrder = true;
   static constexpr int kFewRows = 8;  // a tile's 16 rows are always multiplied
+  static constexpr int kNearSteps = 0;  // tiles are loaded line by line, as any other loop does
 
   using Pair = W;
 
@@ -72,6 +73,7 @@ struct NeonBf16 : Neon {
         tile.v[i][2 * m + 1] = T >= 6 ? vzip2q_u32(a, b) : second_halves(a, b);
       }
   }
+  template <int T> static void tile_load_once(const void* p, ptrdiff_t stride) { tile_load<T>(p, stride); }
   template <int T> static void tile_store(void* p, ptrdiff_t stride) {
     const Tile& tile = tiles[T];
     for (int i = 0; i < 8; ++i)

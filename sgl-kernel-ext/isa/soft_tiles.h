@@ -4,7 +4,7 @@
 
 struct SoftTiles : Scalar {
   static constexpr bool kOwnOrder = true;
-  static constexpr int kFewRows = 2;
+  static constexpr int kFewRows = 2, kNearSteps = 2;
   inline static thread_local uint32_t tiles[8][16][16];
   inline static thread_local int rows;  // of tiles 0-5
 
@@ -15,6 +15,7 @@ struct SoftTiles : Scalar {
   template <int T> static void tile_load(const void* p, ptrdiff_t stride) {
     for (int r = 0; r < (T < 6 ? rows : 16); ++r) __builtin_memcpy(tiles[T][r], static_cast<const uint8_t*>(p) + r * stride, 64);
   }
+  template <int T> static void tile_load_once(const void* p, ptrdiff_t stride) { tile_load<T>(p, stride); }
   template <int T> static void tile_store(void* p, ptrdiff_t stride) {
     for (int r = 0; r < (T < 6 ? rows : 16); ++r) __builtin_memcpy(static_cast<uint8_t*>(p) + r * stride, tiles[T][r], 64);
   }

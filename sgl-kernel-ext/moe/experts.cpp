@@ -14,7 +14,7 @@ namespace {
 
 // Parts per worker of a phase: while weights are read, and where there are so many rows that a part's own reading of
 // them counts. Tiles read rows the fastest, and in down every part reads all of them.
-constexpr int kFewRowsTurns = 8, kManyRowsTurns = 4, kTileTurns[] = {8, 2};
+constexpr int kFewRowsTurns = 8, kManyRowsTurns = 4, kTileTurns[] = {8, 3};
 constexpr double kTurnBytes = 65536;  // the least of a part: taking one costs up to a microsecond
 constexpr size_t kFetchFirst = 1024;  // bytes fetched of what comes after the barrier: what a core has on its way at once
 constexpr int kMaxTokens = 4096;  // per pass: bounds the workspace, longer batches take several
@@ -265,10 +265,13 @@ void Experts::read_next(Product& product, const Panels& panels, int panel) {
   product.next_scales = panels.scales + size_t(panel) * product.layout->scales;
 }
 
+// Whether so many tokens are multiplied in tiles, two panels at a time.
+bool Experts::in_pairs(int tokens) const { return !engine_->kernels().lane && tokens > 4 * engine_->pool().size(); }
+
 // Parts per worker of a phase that reads `bytes` of every expert.
 int Experts::turns(size_t bytes, int tokens, bool down) const {
   const int workers = engine_->pool().size();
-  const int most = tokens <= 4 * workers ? kFewRowsTurns : engine_->kernels().lane ? kManyRowsTurns : kTileTurns[down];
+  const int most = tokens <= 4 * workers ? kFewRowsTurns : in_pairs(tokens) ? kTileTurns[down] : kManyRowsTurns;
   return std::clamp(int(engine_->work.schedule.readings() * double(bytes) / workers / kTurnBytes), 1, most);
 }
 
@@ -320,10 +323,14 @@ void Experts::gate_up(const Forward& call, int tokens, int worker) {
   });
 }
 
-// Panels of down that belong to part `part` of the node.
-Experts::Range Experts::down_part(const Node& node, int part, int each) const {
+// Panels of down that belong to part `part` of the node. Pairs are not cut: half of one takes longer than half its time.
+Experts::Range Experts::down_part(const Node& node, int part, int tokens) const {
   const Share& share = share_of(node.first);
-  const auto begin = [&](int p) { return share.first_panel + int(share.panels * part_begin(node, p, each)); };
+  const int each = down_turns(tokens), together = in_pairs(tokens) ? 2 : 1;
+  const auto begin = [&](int p) {
+    const int panels = p == node.count * each ? share.panels : int(share.panels * part_begin(node, p, each)) / together * together;
+    return share.first_panel + panels;
+  };
   return {begin(part), begin(part + 1)};
 }
 
@@ -334,7 +341,7 @@ void Experts::fetch_down(int tokens, int worker) const {
   const auto& groups = engine_->work.schedule.groups();
   const Pool& pool = engine_->pool();
   const Node& node = pool.nodes()[size_t(pool.node_of(worker))];
-  const Range range = down_part(node, worker - node.first, down_turns(tokens));
+  const Range range = down_part(node, worker - node.first, tokens);
   if (groups.empty() || range.begin == range.end) return;
   const Panels panels = packed(share_of(worker), groups.front().expert, true);
   for (size_t i = 0; i < std::min(kFetchFirst, down_.codes); i += 64) __builtin_prefetch(panels.codes + size_t(range.begin) * down_.codes + i);
@@ -344,9 +351,8 @@ void Experts::fetch_down(int tokens, int worker) const {
 // A part is some panels of the output, to which the experts are added in ascending order, so a token's sum
 // depends neither on the number of threads nor on the other tokens.
 void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
-  const int each = down_turns(tokens);
-  take_turns(worker, 1, each, [&](const Node& node, int part) {
-    down_panels(call, first, tokens, worker, down_part(node, part, each));
+  take_turns(worker, 1, down_turns(tokens), [&](const Node& node, int part) {
+    down_panels(call, first, tokens, worker, down_part(node, part, tokens));
   });
 }
 

@@ -123,13 +123,14 @@ class Experts {
   void place_activations(int split);
   void load_rows(const Forward& call, int64_t first, int begin, int end);
   static void read_next(Product& product, const Panels& panels, int panel);
+  bool in_pairs(int tokens) const;
   int turns(size_t bytes, int tokens, bool down) const;
   static double part_begin(const Node& node, int part, int each);
   template <class Body> void take_turns(int worker, int phase, int each, const Body& body);
   void gate_up(const Forward& call, int tokens, int worker);
   void down(const Forward& call, int64_t first, int tokens, int worker);
   struct Range { int begin, end; };
-  Range down_part(const Node& node, int part, int each) const;
+  Range down_part(const Node& node, int part, int tokens) const;
   int down_turns(int tokens) const;
   void fetch_down(int tokens, int worker) const;
   void down_panels(const Forward& call, int64_t first, int tokens, int worker, Range panels);

@@ -115,12 +115,6 @@ template <class F, class I, class Epilogue> class TileProduct {
     return scratch_.base + size_t(row / kTileRows) * steps_ * kTileBytes;
   }
 
-  // Done with every step of the multiplication.
-  void meanwhile() {
-    ahead_.some([&] { prepare_next(); });
-    behind_.some([&] { finish_next(); });
-  }
-
   // Decodes or fetches the weights of a block, tile by tile, over `calls` calls. Behind the last panel only codes that
   // are used as they are can be fetched.
   void prepare(const Block& b, int which, int calls) {
@@ -150,32 +144,41 @@ template <class F, class I, class Epilogue> class TileProduct {
     ahead_tile_ += size_t(kMostBlock - ahead_block_.steps) * kStepBytes;
   }
 
-  // One tile (f16: two, whose sum the weights are).
-  void decode() {
-    constexpr int kRowsOut = F::kBlock / 2 * F::kTerms, kGroupBlocks = kGroupK / F::kBlock;
-    const uint8_t* const end_of_codes = a_.panels.codes + size_t(end_) * layout_.codes;
+  // One tile (f16: two, whose sum the weights are). Not inlined: between tiles its pointers and constants would be
+  // spilled and loaded again.
+  [[gnu::noinline]] void decode() {
+    const uint8_t *codes = ahead_codes_, *scales = ahead_scales_;
+    const uint8_t* const soon = codes_ahead(a_, codes, a_.panels.codes + size_t(end_) * layout_.codes);
+#pragma GCC unroll 16
+    for (int line = 0; line < kStepCodes; line += 64) I::prefetch(soon + line);
+    uint8_t* to = ahead_tile_;
 #pragma GCC unroll 4
     for (int g = 0; g < lk::kUnit / kGroupK; ++g) {
-      const uint8_t* scales = ahead_scales_ + g * kFoldBytes;
-      typename I::F32 scale;
-      typename I::Pairs exponents;
-      bool power = false;
       if constexpr (F::kFold) {
-        power = layout_.scale == lk::Scale::e8m0 && I::exponents(scales, exponents);
-        if (!power) scale = decoder_.scale(layout_.scale, scales);
-      }
-#pragma GCC unroll 16
-      for (int block = g * kGroupBlocks; block < (g + 1) * kGroupBlocks; ++block) {
-        typename I::Pairs rows[kRowsOut];
-        I::prefetch(codes_ahead(a_, ahead_codes_ + block * 64, end_of_codes));
-        decoder_.rows(ahead_codes_ + block * 64, rows);
-#pragma GCC unroll 4
-        for (int j = 0; j < kRowsOut; ++j) {
-          const int row = block * (F::kBlock / 2) + j / F::kTerms, term = j % F::kTerms;
-          if constexpr (F::kFold) rows[j] = power ? I::raised(rows[j], exponents) : I::scaled(rows[j], scale);
-          I::store_pairs(ahead_tile_ + term * kTileBytes + row * 64, rows[j]);
+        typename I::Pairs exponents;
+        if (layout_.scale == lk::Scale::e8m0 && I::exponents(scales, exponents)) {
+          decode_group(codes, to, [&](typename I::Pairs w) { return I::raised(w, exponents); });
+        } else {
+          const auto scale = decoder_.scale(layout_.scale, scales);
+          decode_group(codes, to, [&](typename I::Pairs w) { return I::scaled(w, scale); });
         }
+      } else {
+        decode_group(codes, to, [](typename I::Pairs w) { return w; });
       }
+      codes += kGroupK / F::kBlock * 64;
+      scales += kFoldBytes;
+      to += kGroupK / 2 * 64;
+    }
+  }
+  template <class Fold> void decode_group(const uint8_t* codes, uint8_t* to, const Fold& fold) const {
+    constexpr int kRows = F::kBlock / 2;
+#pragma GCC unroll 16
+    for (int block = 0; block < kGroupK / F::kBlock; ++block) {
+      typename I::Pairs rows[kRows * F::kTerms];
+      decoder_.rows(codes + block * 64, rows);
+#pragma GCC unroll 4
+      for (int j = 0; j < kRows * F::kTerms; ++j)
+        I::store_pairs(to + j % F::kTerms * kTileBytes + (block * kRows + j / F::kTerms) * 64, fold(rows[j]));
     }
   }
 
@@ -209,10 +212,7 @@ template <class F, class I, class Epilogue> class TileProduct {
     } else {
       if (b.step == 0) clear<P, M>();
       else load_sums<P, M>(sums(row, 0));
-      for (int s = 0; s < b.steps; ++s) {
-        step<P, M>(weights, s, x, b.step + s);
-        meanwhile();
-      }
+      for (int s = 0; s < b.steps; ++s) step<P, M>(weights, s, x, b.step + s);
       store_sums<P, M>(sums(row, 0));
     }
     finish_rest();
@@ -226,10 +226,7 @@ template <class F, class I, class Epilogue> class TileProduct {
       const int group = s / per_group, until = (group + 1) * per_group < end ? (group + 1) * per_group : end;
       const bool opens = s == group * per_group;
       clear<P, M>();
-      for (; s < until; ++s) {
-        step<P, M>(weights, s - b.step, x, s);
-        meanwhile();
-      }
+      for (; s < until; ++s) step<P, M>(weights, s - b.step, x, s);
       store_sums<P, M>(scratch_.run());
       const int some = rows_ - row < M * kTileRows ? rows_ - row : M * kTileRows;
 #pragma GCC unroll 2
@@ -273,21 +270,35 @@ template <class F, class I, class Epilogue> class TileProduct {
     if constexpr (M == 2) I::template tile_store<2>(to + kTileRows * kPair * lk::kColumns, kSumStride);
     if constexpr (P == 2 && M == 2) I::template tile_store<3>(to + (kTileRows * kPair + 1) * lk::kColumns, kSumStride);
   }
-  // kUnit k of M row tiles and P panels: `at` in the block, `s` in the depth.
-  template <int P, int M> static void step(const uint8_t* const (&weights)[P], int at, const uint8_t* const (&x)[M], int s) {
+  // kUnit k of M row tiles and P panels: `at` in the block, `s` in the depth. All other work is between the products, in
+  // two places, so that neither is long enough to let the multiplier run dry.
+  template <int P, int M> void step(const uint8_t* const (&weights)[P], int at, const uint8_t* const (&x)[M], int s) {
 #pragma GCC unroll 2
     for (int term = 0; term < F::kTerms; ++term) {
       const size_t offset = size_t(at) * kStepBytes + size_t(term) * kTileBytes;
-      if (term == 0) I::template tile_load<4>(x[0] + size_t(s) * kTileBytes, 64);
+      const bool opens = term == 0, ends = term == F::kTerms - 1;
+      if (opens) I::template tile_load_once<4>(x[0] + size_t(s) * kTileBytes, 64);
       I::template tile_load<6>(weights[0] + offset, 64);
       if constexpr (P == 2) I::template tile_load<7>(weights[P - 1] + offset, 64);
       I::template tile_dot<0, 4, 6>();
+      if (opens) fetch_near(x[0], s);
       if constexpr (P == 2) I::template tile_dot<1, 4, 7>();
+      if (opens) ahead_.some([&] { prepare_next(); });
       if constexpr (M == 2) {
-        if (term == 0) I::template tile_load<5>(x[M - 1] + size_t(s) * kTileBytes, 64);
+        if (opens) I::template tile_load_once<5>(x[M - 1] + size_t(s) * kTileBytes, 64);
         I::template tile_dot<2, 5, 6>();
+        if (opens) fetch_near(x[M - 1], s);
         if constexpr (P == 2) I::template tile_dot<3, 5, 7>();
       }
+      if (ends) behind_.some([&] { finish_next(); });
+    }
+  }
+  // A row tile of a later step, from an L2 to an L1. Behind the last step it is another row's.
+  static void fetch_near(const uint8_t* x, int s) {
+    if constexpr (I::kNearSteps) {
+      const uint8_t* tile = x + size_t(s + I::kNearSteps) * kTileBytes;
+#pragma GCC unroll 16
+      for (int line = 0; line < kTileBytes; line += 64) I::prefetch(tile + line);
     }
   }
 
@@ -311,7 +322,7 @@ template <class F, class I, class Epilogue> class TileProduct {
     ++behind_row_;
     behind_sums_ += size_t(a_.split) * kPair * lk::kColumns;
   }
-  template <int P> [[gnu::flatten]] void finish() {
+  template <int P> [[gnu::flatten, gnu::noinline]] void finish() {
     typename I::F32 all[P];
 #pragma GCC unroll 2
     for (int p = 0; p < P; ++p) {

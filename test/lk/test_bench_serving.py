@@ -196,3 +196,41 @@ def test_another_sglang_is_started_with_the_same_flags(tmp_path):
 def test_a_row_has_the_middle_of_its_times_and_the_spread_of_its_middle_half():
     row = serving.row("decode", "m", "bf16", batch=2, prompt=4, times=[0.1, 0.2, 0.2, 0.3], work=2)
     assert (row.ms, row.tokens_per_s) == pytest.approx((200, 10)) and row.spread == pytest.approx(0.75)
+
+
+@pytest.mark.parametrize("failure, status, said", [
+    (serving.ServerFailed("the server did not answer"), 1, "the server did not answer"),
+    (KeyboardInterrupt(), 130, "stopped"),
+])  # fmt: skip
+@pytest.mark.parametrize("batches, measured", [((1, 4), [1]), ((4, 1), "before")])
+def test_rows_from_before_a_failure_are_stored_and_without_any_the_file_is_kept(tmp_path, capsys, monkeypatch, failure, status, said, batches, measured):
+    class Dying(Slow):
+        """It comes up, and fails at a batch of four."""
+
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def ready(self):
+            return 1.0
+
+        def says(self):
+            return []
+
+        def seconds(self, prompts, tokens):
+            if len(prompts) == 4:
+                raise failure
+            return super().seconds(prompts, tokens)
+
+    monkeypatch.setattr(serving, "Server", lambda *_: Dying())
+    file = tmp_path / "a.json"
+    file.write_text('"before"')
+    options = [option for batch in batches for option in ("--batch", str(batch))]
+    assert cli.main(["bench", "decode", "--model-config", "qwen3-30b-a3b", *options, "--json", str(file)]) == status
+    out, err = capsys.readouterr()
+    stored = json.loads(file.read_text())
+    assert err.strip() == f"sglang-lk: {said}"
+    assert (stored if measured == "before" else [row["batch"] for row in stored]) == measured
+    assert ("100.00" in out) == (measured == [1])

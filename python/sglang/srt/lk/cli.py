@@ -294,7 +294,9 @@ def _serving(arguments: argparse.Namespace) -> int:
     except serving.ServerFailed as error:
         write(f"sglang-lk: {error}", sys.stderr)
         return 1
-    _store(arguments.json, [row.as_dict() for row in rows])
+    finally:  # of a run that failed or was stopped, what it measured until then
+        if rows:
+            _store(arguments.json, [row.as_dict() for row in rows])
     return 0
 
 

@@ -248,9 +248,8 @@ def hub(monkeypatch, tmp_path):
     import huggingface_hub
 
     from sglang.srt.lk import loading
-    from sglang.srt.model_loader import loader
+    from sglang.srt.runtime_context import get_context
 
-    monkeypatch.setattr(loader, "get_server_args", lambda: None)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     loading.fetched.cache_clear()
@@ -265,7 +264,8 @@ def hub(monkeypatch, tmp_path):
         safetensors.save_file({f"{layers.NAME}.0.gate_proj.weight": torch.zeros(1, dtype=stored)}, repository / "blobs" / commit)
         (repository / "snapshots" / commit / "model.safetensors").symlink_to(f"../../blobs/{commit}")
 
-    return fetch
+    with get_context().override_server_args():
+        yield fetch
 
 
 def stored_of(method, monkeypatch, *, is_draft=False, **args):
@@ -302,6 +302,21 @@ def test_a_draft_model_has_its_own_name_and_revision(method, monkeypatch, hub):
     assert stored_of(method, monkeypatch, **own) is torch.bfloat16
     assert stored_of(method, monkeypatch, is_draft=True, **own) is torch.float16
     assert stored_of(method, monkeypatch, is_draft=True, model_path="made/up") is torch.bfloat16
+
+
+def test_checksums_are_compared_once_when_upstream_reads_the_files(method, monkeypatch, hub):
+    from sglang.srt.configs.load_config import LoadConfig
+    from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.runtime_context import get_model
+    from sglang.srt.utils import model_file_verifier
+
+    hub(torch.bfloat16)
+    compared = []
+    monkeypatch.setattr(model_file_verifier, "verify", lambda *, checksums_source, **_: compared.append(checksums_source))
+    with get_model().override(model_checksum="made/sums"):
+        assert stored_of(method, monkeypatch, model_path="made/up") is torch.bfloat16 and compared == []
+        DefaultModelLoader(LoadConfig())._prepare_weights("made/up", None, fall_back_to_pt=True)
+    assert compared == ["made/sums"]
 
 
 def test_a_name_that_cannot_be_fetched_is_an_error_and_no_guess(method, monkeypatch, hub):

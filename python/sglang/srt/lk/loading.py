@@ -191,12 +191,14 @@ def _patterns(layer: str, expert: int, part: str, what: str) -> list[re.Pattern[
 @lru_cache(maxsize=4)
 def fetched(name: str, *, revision: str | None, download_dir: str | None, load_format: str) -> Path:
     """The folder of a checkpoint with a name of a hub, fetched if need be, by upstream's loader and with its settings: it finds the
-    same files there when it reads them."""
+    same files there when it reads them, and compares ``--model-checksum`` only then, since that reads every byte."""
     from sglang.srt.configs.load_config import LoadConfig
     from sglang.srt.model_loader.loader import DefaultModelLoader
+    from sglang.srt.runtime_context import get_model
 
     loader = DefaultModelLoader(LoadConfig(load_format=load_format, download_dir=download_dir))
-    folder, _, _ = loader._prepare_weights(name, revision, fall_back_to_pt=True)
+    with get_model().override(model_checksum=None):
+        folder, _, _ = loader._prepare_weights(name, revision, fall_back_to_pt=True)
     return Path(folder)
 
 

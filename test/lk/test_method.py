@@ -23,6 +23,7 @@ def method(monkeypatch):
 
     monkeypatch.setattr(method, "_args", arguments)
     monkeypatch.setattr(method, "_layers", {})
+    monkeypatch.setattr(method, "_drafts", 0)
     monkeypatch.setattr(method, "_layer_count", lambda: None)  # asks a server's own configuration, as does
     monkeypatch.setattr(method, "_deterministic", lambda: False)
     monkeypatch.setattr(compat, "on_cpu", lambda: True)
@@ -146,7 +147,7 @@ def test_upstreams_choice_tells_the_format_and_all_its_conventions(name):
     assert vars(found) == vars(expected)
 
 
-def moe_layer(layer, base, scheme, **config):
+def moe_layer(layer, base, scheme, *, is_draft=False, **config):
     """As much of a ``FusedMoE`` as a method sees while the layer is being built."""
     from sglang.srt.layers.moe.moe_runner.base import MoeRunnerConfig
 
@@ -154,7 +155,7 @@ def moe_layer(layer, base, scheme, **config):
     made.quant_method = base
     made.scheme = scheme
     made.__dict__.update(
-        layer_id=3, is_draft=False, moe_ep_size=1, moe_tp_rank=0, moe_tp_size=1, params_dtype=torch.bfloat16,
+        layer_id=3, is_draft=is_draft, moe_ep_size=1, moe_tp_rank=0, moe_tp_size=1, params_dtype=torch.bfloat16,
         hidden_size=layer.hidden, intermediate_size_per_partition=layer.width, use_presharded_weights=False,
         moe_runner_config=MoeRunnerConfig(activation="silu", **config),
     )  # fmt: skip
@@ -353,6 +354,22 @@ def test_the_end_of_the_load_says_who_does_what(method, caplog, monkeypatch):
     with caplog.at_level("INFO"):
         method.finish(torch.nn.Module(), is_draft=False)
     assert "1 MoE layers: 1 cpu" in caplog.text and "MXFP4" in caplog.text and "threads" in caplog.text
+
+
+def test_several_draft_models_with_the_same_layer_id_are_all_in_the_table_and_the_metrics(method, caplog, monkeypatch):
+    import sglang.srt.layers.moe.fused_moe_triton as fused
+
+    monkeypatch.setattr(fused, "FusedMoE", torch.nn.Linear)
+    layer = layers.random_layer(CASES["bf16"])
+    for is_draft in (False, True, True):
+        made = take_over(method, layer, "bf16", is_draft=is_draft)
+        load(made, layer, "bf16")
+        made.quant_method.process_weights_after_loading(made)
+        caplog.clear()
+        with caplog.at_level("INFO"):
+            method.finish(torch.nn.Module(), is_draft=is_draft)
+    assert "2 MoE layers: 2 cpu" in caplog.text and "draft 2  cpu   3" in caplog.text
+    assert method._by_role()["cpu"] == (3, 3 * made.quant_method.store.experts.bytes)
 
 
 @pytest.mark.parametrize(("module", "factor"), [("deepseek_v2", 1.0), ("glm4_moe", 1.0), ("qwen3_moe", 2.5), ("bailing_moe", 2.5)])

@@ -138,6 +138,18 @@ def test_the_table_shows_both_models_and_where_their_bytes_lie():
     ]
 
 
+def test_draft_models_that_share_layer_ids_are_counted_and_shown_one_by_one():
+    layers = moe(3) + [layer for model in (0, 1, 2) for layer in moe(0, is_draft=True, model=model, bytes=(model + 1) * MIB)]
+    assert plan(layers, Config(), device="cpu").table().splitlines() == [
+        "Hybrid MoE: 4 MoE layers: 4 cpu",
+        "  model    role  layers  format  host     VRAM",
+        "  main     cpu   3       mxfp4   512 MiB  -",
+        "  draft    cpu   0       mxfp4   1 MiB    -",
+        "  draft 2  cpu   0       mxfp4   2 MiB    -",
+        "  draft 3  cpu   0       mxfp4   3 MiB    -",
+    ]
+
+
 def test_the_table_of_resident_layers_counts_vram():
     config = Config(gpu_resident_moe_layers=listed(0, 1))
     assert plan(moe(0, 1), config, device="cuda").table().splitlines()[2] == "  main   resident  0-1     mxfp4   -     1.0 GiB"

@@ -34,6 +34,7 @@ FINE_SIZES = (*range(1, 17), *range(18, 33, 2))
 
 _progress = Progress()
 _layers: dict[roles.Key, tuple[roles.Layer, LayerStore | None]] = {}
+_drafts = 0  # that are loaded; several (multi-layer MTP) are built and loaded one after the other
 _handover: handover.Handover | None = None
 
 
@@ -145,7 +146,7 @@ def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
         count = None if is_draft else _layer_count()
         roles.check_list(config, device=compat.device(args), layer_count=count, draft=_draft_kind(args) if is_draft else None)
     format, reason = _format(base_method, getattr(layer, "scheme", None))
-    facts = roles.Layer(layer.layer_id, is_draft, format.label if format else type(base_method).__name__, draft=_draft_kind(args))
+    facts = _facts(layer, format.label if format else type(base_method).__name__)
     if roles.role_of(facts, config, device=compat.device(args)) is roles.Role.RESIDENT:
         _layers[facts.key] = (facts, None)
         return base_method
@@ -207,16 +208,18 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
     """After a model's load: no MoE layer may have been missed, none may be unfinished; then say who does what."""
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
 
+    global _drafts
+    number = _drafts if is_draft else 0
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedMoE)]
-    known = {key: found for key, found in _layers.items() if key.is_draft == is_draft}
-    missed = [name for name, m in modules if roles.Key(is_draft, m.layer_id) not in known]
+    known = {key: found for key, found in _layers.items() if (key.is_draft, key.model) == (is_draft, number)}
+    missed = [name for name, m in modules if roles.Key(is_draft, m.layer_id, number) not in known]
     if missed:
         raise compat.Refusal(missed[0], [f"{len(missed)} of {len(modules)} MoE layers were built without hybrid MoE; reinstall sglang-lk"])
     unfinished = [store.name for _, store in known.values() if store is not None and not store.complete]
     if unfinished:
         raise loading.LoadError(f"{', '.join(unfinished)}: not loaded to the end")
     for name, module in modules:
-        key = roles.Key(is_draft, module.layer_id)
+        key = roles.Key(is_draft, module.layer_id, number)
         if known[key][1] is None:  # its experts exist only now
             size = sum(parameter.numel() * parameter.element_size() for parameter in module.parameters())
             known[key] = _layers[key] = (dataclasses.replace(known[key][0], bytes=size), None)
@@ -224,7 +227,9 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
             module.quant_method.scale = 1.0
     layer_count = getattr(getattr(model, "config", None), "num_hidden_layers", None)
     count = {"draft_layer_count" if is_draft else "layer_count": layer_count}
-    table = roles.plan([facts for facts, _ in known.values()], boot.current(), device=compat.device(_args()), **count).table()
+    planned = [facts for facts, _ in _layers.values() if facts.is_draft == is_draft]
+    table = roles.plan(planned, boot.current(), device=compat.device(_args()), **count).table()
+    _drafts += is_draft
     stores = [store for _, store in known.values() if store is not None]
     if stores and boot.current().ts_skipgemm:
         logger.warning("Hybrid MoE: LK_TS_SKIPGEMM=1 leaves the CPU experts out: every answer is wrong, only times mean something")
@@ -303,13 +308,17 @@ def _store(layer: Any, *, name: str, format: formats.ExpertFormat, geometry: Geo
         activation=activation,
         bias=bias,
     )
-    is_draft = _is_draft(layer)
-    facts = roles.Layer(layer.layer_id, is_draft, format.label, experts.bytes, draft=_draft_kind(_args()))
     store = LayerStore(
         name=name, layer_id=layer.layer_id, format=format, experts=experts, geometry=geometry, bias=bias, progress=_progress
     )
+    facts = _facts(layer, format.label, experts.bytes)
     _layers[facts.key] = (facts, store)
     return store
+
+
+def _facts(layer: Any, label: str, size: int = 0) -> roles.Layer:
+    is_draft = _is_draft(layer)
+    return roles.Layer(layer.layer_id, is_draft, label, size, draft=_draft_kind(_args()), model=_drafts if is_draft else 0)
 
 
 def _deterministic() -> bool:

@@ -2,7 +2,7 @@
 
 Pure bookkeeping: no tensor, no environment variable, nothing from upstream. ``role_of`` answers for one layer while the
 model is being built (``check_list`` just before); ``plan`` answers for all of them, checks the layer lists against the
-model and makes the table that the start logs. A layer's key is ``(is_draft, layer_id)``, since draft models reuse ids.
+model and makes the table that the start logs. A layer's ``Key`` names its model, too, since draft models reuse ids.
 
 A new role is a member of ``Role`` and a branch in ``role_of``; nothing else switches on roles.
 """
@@ -26,14 +26,16 @@ class Role(Enum):
 class Key(NamedTuple):
     is_draft: bool
     layer_id: int
+    model: int = 0
 
 
 @dataclass(frozen=True)
 class Layer:
     """What the plan needs to know of one MoE layer.
 
-    ``bytes`` are those of its experts; ``draft`` names the kind of draft model ("mtp", "dspark", or any other word);
-    ``refusal`` says why the CPU experts cannot take this layer over, if they cannot.
+    ``bytes`` are those of its experts; ``draft`` names the kind of draft model ("mtp", "dspark", or any other word), and
+    ``model`` counts them from 0 where there are several (multi-layer MTP); ``refusal`` says why the CPU experts cannot take
+    this layer over, if they cannot.
     """
 
     layer_id: int
@@ -41,11 +43,12 @@ class Layer:
     format: str = ""
     bytes: int = 0
     draft: str = "spec"
+    model: int = 0
     refusal: str | None = None
 
     @property
     def key(self) -> Key:
-        return Key(self.is_draft, self.layer_id)
+        return Key(self.is_draft, self.layer_id, self.model)
 
 
 class RolesError(Exception):
@@ -66,14 +69,15 @@ class Plan:
         """The start's log entry: layers per model and role, their format, and where their bytes lie."""
         counts = ", ".join(f"{n} {role.value}" for role in Role if (n := list(self.roles.values()).count(role)))
         rows = [("model", "role", "layers", "format", "host", "VRAM")]
-        groups: dict[tuple[bool, str, str], list[Layer]] = {}
+        groups: dict[tuple[str, str, str], list[Layer]] = {}
         for key in sorted(self.layers):
             layer = self.layers[key]
-            groups.setdefault((layer.is_draft, self.roles[key].value, layer.format), []).append(layer)
-        for (is_draft, role, layer_format), layers in groups.items():
+            model = "main" if not key.is_draft else f"draft {key.model + 1}" if key.model else "draft"
+            groups.setdefault((model, self.roles[key].value, layer.format), []).append(layer)
+        for (model, role, layer_format), layers in groups.items():
             size = gib(sum(layer.bytes for layer in layers))
             host, vram = ("-", size) if role == Role.RESIDENT.value else (size, "-")
-            rows.append(("draft" if is_draft else "main", role, _set(_ids(layers)), layer_format or "-", host, vram))
+            rows.append((model, role, _set(_ids(layers)), layer_format or "-", host, vram))
         widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
         return "\n  ".join([f"Hybrid MoE: {len(self.roles)} MoE layers: {counts}", *lines])

@@ -22,7 +22,7 @@ using namespace nb::literals;
 namespace {
 
 constexpr int kMost = 1 << 20;  // experts, columns and k of a group: sums of two stay far inside an int
-constexpr int kAbi = 3;  // raised when a signature below changes; the Python side compares it
+constexpr int kAbi = 4;  // raised when a signature below changes; the Python side compares it
 constexpr const char* kFormatNames[] = {"bf16", "f16", "fp8", "mxfp8", "mxfp4", "nvfp4", "int4"};
 
 [[noreturn]] void refuse(const std::string& what) { throw nb::value_error(what.c_str()); }
@@ -96,7 +96,7 @@ void check_nodes(const std::vector<int>& nodes, size_t workers) {
 }
 
 std::shared_ptr<lk::Engine> make_engine(std::vector<int> cpus, const std::string& isa, const std::string& bind, int spin_us, bool huge,
-                                        const std::vector<int>& nodes, bool place, bool batch_invariant) {
+                                        const std::vector<int>& nodes, bool place, bool batch_invariant, bool split) {
   if (cpus.empty()) refuse("cpus is empty: an engine needs at least one");
   if (spin_us < 0) refuse("spin_us is negative");
   for (int cpu : cpus)
@@ -104,7 +104,8 @@ std::shared_ptr<lk::Engine> make_engine(std::vector<int> cpus, const std::string
   if (bind != "core" && bind != "node") refuse("unknown bind " + bind + "; known are core, node");
   check_nodes(nodes, cpus.size());
   if (place && nodes.empty()) refuse("place needs the nodes to place on");
-  return std::make_shared<lk::Engine>(std::move(cpus), isa, bind == "core", spin_us, huge, nodes, place, batch_invariant);
+  if (place && !split) refuse("place needs a split over the nodes");
+  return std::make_shared<lk::Engine>(std::move(cpus), isa, bind == "core", spin_us, huge, nodes, place, batch_invariant, split);
 }
 
 struct PyExperts {
@@ -214,19 +215,15 @@ NB_MODULE(sgl_kernel_ext, m) {
 
   nb::class_<lk::Engine>(m, "Engine", "Worker threads, kernel table and workspace that the layers of one process share.")
       .def(nb::new_(&make_engine), "cpus"_a, "isa"_a = "", "bind"_a = "core", "spin_us"_a = 200, "huge"_a = true,
-           "nodes"_a = std::vector<int>(), "place"_a = false, "batch_invariant"_a = false,
-           "nodes: the NUMA node of each worker, neighbours together; every expert is split over them. place: the numbers are the "
-           "machine's, and memory is taken from them. batch_invariant: no row's bits depend on the other rows of a call, also "
+           "nodes"_a = std::vector<int>(), "place"_a = false, "batch_invariant"_a = false, "split"_a = true,
+           "nodes: the NUMA node of each worker, neighbours together. split: every expert is split over them. place: the numbers "
+           "are the machine's, and memory is taken from them. batch_invariant: no row's bits depend on the other rows of a call, also "
            "with matrix multipliers.")
       .def_prop_ro("isa", [](lk::Engine& e) { return e.kernels().name; })
       .def_prop_ro("threads", [](lk::Engine& e) { return e.pool().size(); })
       .def_prop_ro("cpus", [](lk::Engine& e) { return e.pool().cpus(); })
       .def_prop_ro("unbound", [](lk::Engine& e) { return e.pool().unbound(); })
-      .def_prop_ro("nodes", [](lk::Engine& e) {
-        std::vector<int> nodes;
-        for (const lk::Node& node : e.pool().nodes()) nodes.insert(nodes.end(), size_t(node.count), node.id);
-        return nodes;
-      }, "The NUMA node of each worker.")
+      .def_prop_ro("nodes", [](lk::Engine& e) { return e.pool().homes(); }, "The NUMA node of each worker.")
       .def_prop_ro("unplaced", [](lk::Engine& e) { return e.unplaced(); }, "Why memory cannot be taken from a node by name; empty: it can.")
       .def("stats", [](lk::Engine& e) {
         nb::dict d;

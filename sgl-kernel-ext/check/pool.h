@@ -26,7 +26,7 @@ template <class Body> std::string thrown(lk::Pool& pool, const Body& body) {
 // for it, and the next run is as any other. `expect(good, what)` takes the verdicts.
 template <class Expect> void check_pool(const Expect& expect) {
   for (int threads : {1, 2, 5}) {
-    lk::Pool pool(std::vector<int>(size_t(threads), sched_getcpu()), {}, true, 20);
+    lk::Pool pool(std::vector<int>(size_t(threads), sched_getcpu()), {}, true, true, 20);
     const std::string title = std::to_string(threads) + " threads: ";
     for (int who = 0; who < threads; ++who)
       for (int when = 0; when < 3; ++when) {

@@ -45,9 +45,9 @@ template <class T> const T* at(const void* base, ptrdiff_t bytes) {
 }  // namespace
 
 Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge,
-               const std::vector<int>& nodes, bool place, bool batch_invariant)
-    : kernels_(select_isa(isa)), huge_(huge), place_(place), batch_invariant_(batch_invariant), pool_(std::move(cpus), nodes, bind_each, spin_us),
-      scratch_(kernels_.scratch * size_t(pool_.size()), huge) {
+               const std::vector<int>& nodes, bool place, bool batch_invariant, bool split)
+    : kernels_(select_isa(isa)), huge_(huge), place_(place), batch_invariant_(batch_invariant),
+      pool_(std::move(cpus), nodes, split, bind_each, spin_us), scratch_(kernels_.scratch * size_t(pool_.size()), huge) {
   turns = std::make_unique<Turn[]>(2 * pool_.nodes().size());
   if (!place) return;
   const Buffer page(1, false);

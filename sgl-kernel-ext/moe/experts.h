@@ -21,11 +21,11 @@ enum class Part { gate, up, down };
 // Everything the layers of one process share. One forward pass or packing step at a time.
 class Engine {
  public:
-  // `nodes`: see Pool. `place`: they are the machine's, and weights are asked for from them; otherwise memory comes from
+  // `nodes`, `split`: see Pool. `place`: they are the machine's, and weights are asked for from them; otherwise memory comes from
   // where it is first touched. `batch_invariant`: a row's result does not depend on the other rows even where matrix
   // multipliers sum in an order of their own, at the price of speed with few rows.
   Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, int spin_us, bool huge,
-         const std::vector<int>& nodes = {}, bool place = false, bool batch_invariant = false);
+         const std::vector<int>& nodes = {}, bool place = false, bool batch_invariant = false, bool split = true);
 
   const Kernels& kernels() const { return kernels_; }
   Pool& pool() { return pool_; }

@@ -47,10 +47,11 @@ void Signal::wait_past(uint32_t old, int spin_us) {
   sleepers_.fetch_sub(1, std::memory_order_seq_cst);
 }
 
-Pool::Pool(std::vector<int> cpus, const std::vector<int>& nodes, bool bind_each, int spin_us)
-    : cpus_(std::move(cpus)), bind_each_(bind_each), spin_us_(spin_us), spin_now_us_(spin_us), owner_(getpid()) {
+Pool::Pool(std::vector<int> cpus, const std::vector<int>& nodes, bool split, bool bind_each, int spin_us)
+    : cpus_(std::move(cpus)), homes_(nodes.empty() ? std::vector<int>(cpus_.size()) : nodes), bind_each_(bind_each),
+      spin_us_(spin_us), spin_now_us_(spin_us), owner_(getpid()) {
   for (int i = 0; i < size(); ++i) {
-    const int id = nodes.empty() ? 0 : nodes[size_t(i)];
+    const int id = homes_[split ? size_t(i) : 0];
     if (nodes_.empty() || nodes_.back().id != id) nodes_.push_back({id, i, 0});
     ++nodes_.back().count;
     node_of_.push_back(int(nodes_.size()) - 1);
@@ -81,15 +82,16 @@ void Pool::stop() {
   for (auto& t : threads_) t.join();
 }
 
-cpu_set_t Pool::cpus_of(const Node& node) const {
+cpu_set_t Pool::cpus_of(int home) const {
   cpu_set_t set;
   CPU_ZERO(&set);
-  for (int i = 0; i < node.count; ++i) CPU_SET(cpus_[size_t(node.first + i)], &set);
+  for (size_t i = 0; i < cpus_.size(); ++i)
+    if (homes_[i] == home) CPU_SET(cpus_[i], &set);
   return set;
 }
 
 void Pool::bring_caller() const {
-  const cpu_set_t home = cpus_of(nodes_.front());
+  const cpu_set_t home = cpus_of(homes_.front());
   const int cpu = sched_getcpu();
   if (cpu < 0 || CPU_ISSET(cpu, &home)) return;
   cpu_set_t given, there;
@@ -104,7 +106,7 @@ void Pool::bind(int worker) {
   cpu_set_t set;
   CPU_ZERO(&set);
   if (bind_each_) CPU_SET(cpus_[size_t(worker)], &set);
-  else set = cpus_of(nodes_[size_t(node_of(worker))]);
+  else set = cpus_of(homes_[size_t(worker)]);
   const pthread_t thread = threads_[size_t(worker) - 1].native_handle();
   if (pthread_setaffinity_np(thread, sizeof set, &set) != 0) ++unbound_;  // it keeps the mask of its maker
   pthread_setname_np(thread, "lk-worker");

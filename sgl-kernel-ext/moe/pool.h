@@ -26,14 +26,15 @@ class Signal {
   std::atomic<uint32_t> sleepers_{0};
 };
 
-// Workers first .. first + count - 1 run on NUMA node `id`.
+// Workers first .. first + count - 1 share the work of NUMA node `id`, or all of it where nothing is split.
 struct Node { int id, first, count; };
 
 class Pool {
  public:
   // Worker i runs on NUMA node nodes[i] (empty: all on node 0); the workers of a node are neighbours. It is bound to
-  // cpus[i] alone, or to all CPUs of its node when `bind_each` is false; worker 0 is the caller and never bound.
-  Pool(std::vector<int> cpus, const std::vector<int>& nodes, bool bind_each, int spin_us);
+  // cpus[i] alone, or to all CPUs of its node when `bind_each` is false; worker 0 is the caller and never bound. Without
+  // `split` all workers share all work.
+  Pool(std::vector<int> cpus, const std::vector<int>& nodes, bool split, bool bind_each, int spin_us);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
@@ -41,6 +42,7 @@ class Pool {
   int size() const { return int(cpus_.size()); }
   const std::vector<int>& cpus() const { return cpus_; }
   int unbound() const { return unbound_; }  // workers that the system refused to bind: they run where the process may
+  const std::vector<int>& homes() const { return homes_; }  // NUMA node of each worker
   const std::vector<Node>& nodes() const { return nodes_; }
   int node_of(int worker) const { return node_of_[size_t(worker)]; }  // index of nodes()
 
@@ -71,9 +73,9 @@ class Pool {
   void bind(int worker);
   void work(int worker);
   void stop();
-  cpu_set_t cpus_of(const Node& node) const;
+  cpu_set_t cpus_of(int home) const;
 
-  std::vector<int> cpus_, node_of_;
+  std::vector<int> cpus_, homes_, node_of_;
   std::vector<Node> nodes_;
   bool bind_each_;
   int spin_us_;

@@ -39,7 +39,7 @@ class Extension:
     def packed_bytes(self, format, hidden, width, group=0, scales="", zeros=False):
         return int(3 * hidden * width * BITS[format] / 8)
 
-    def Engine(self, cpus, isa="", bind="core", spin_us=200, huge=True, nodes=(), place=False):  # noqa: N802  (the extension's spelling)
+    def Engine(self, cpus, isa="", bind="core", spin_us=200, huge=True, nodes=(), split=True, place=False):  # noqa: N802  (the extension's spelling)
         return Engine(self, list(cpus), isa or self.supported[-1])
 
     def Experts(self, engine, format, experts, hidden, width, **coding):  # noqa: N802

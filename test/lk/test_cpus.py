@@ -290,13 +290,13 @@ def test_a_node_without_cpus_has_no_workers_and_does_not_disturb(machine):
     assert (found.cpus, found.nodes, found.memory_nodes) == ([0, 1], [0, 0], 2)
 
 
-def test_the_engine_is_told_the_nodes_where_there_are_several_and_they_are_wanted(machine):
-    assert machine.usable(range(4)).placement(Config()) == {"nodes": [], "place": False}
+def test_the_engine_is_told_the_nodes_where_there_are_several_and_whether_to_split_over_them(machine):
+    assert machine.usable(range(4)).placement(Config()) == {"nodes": [], "split": False, "place": False}
     machine.nodes("0-1", "2-3")
-    assert machine.usable(range(4)).placement(Config()) == {"nodes": [0, 0, 1, 1], "place": True}
-    assert machine.usable(range(4)).placement(Config(numa_interleave=False)) == {"nodes": [], "place": False}
+    assert machine.usable(range(4)).placement(Config()) == {"nodes": [0, 0, 1, 1], "split": True, "place": True}
+    assert machine.usable(range(4)).placement(Config(numa_interleave=False)) == {"nodes": [0, 0, 1, 1], "split": False, "place": False}
     second = machine.usable(range(4), rank=1, ranks=2)  # a rank on one node of two still wants its memory there
-    assert second.placement(Config()) == {"nodes": [1, 1], "place": True}
+    assert second.placement(Config()) == {"nodes": [1, 1], "split": True, "place": True}
 
 
 @pytest.mark.parametrize("nodes", [("0-11",), ("0-5", "6-11"), ("0-3", "4-7", "8-11")])

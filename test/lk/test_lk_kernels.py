@@ -87,16 +87,16 @@ def test_an_engine_whose_threads_are_bound_says_nothing(engine_on, caplog):
     assert not caplog.records
 
 
-def test_the_engine_gets_the_nodes_of_its_workers_unless_they_are_not_wanted(engine_on):
+def test_the_engine_gets_the_nodes_of_its_workers_and_splits_over_them_unless_that_is_not_wanted(engine_on):
     def told(**given):
         native = engine_on(0, **given)
         kernels.engine()
-        return {name: native.options[name] for name in ("nodes", "place", "bind")}
+        return {name: native.options[name] for name in ("nodes", "split", "place", "bind")}
 
-    assert told() == {"nodes": [], "place": False, "bind": "core"}
-    assert told(nodes=(0, 0, 1, 1)) == {"nodes": [0, 0, 1, 1], "place": True, "bind": "core"}
+    assert told() == {"nodes": [], "split": False, "place": False, "bind": "core"}
+    assert told(nodes=(0, 0, 1, 1)) == {"nodes": [0, 0, 1, 1], "split": True, "place": True, "bind": "core"}
     alone = config.Config(numa_interleave=False, thread_binding="NUMA_NODE")
-    assert told(nodes=(0, 0, 1, 1), settings=alone) == {"nodes": [], "place": False, "bind": "node"}
+    assert told(nodes=(0, 0, 1, 1), settings=alone) == {"nodes": [0, 0, 1, 1], "split": False, "place": False, "bind": "node"}
 
 
 def test_memory_that_cannot_be_placed_is_warned_about_once_and_the_engine_works_on(engine_on, caplog):

@@ -111,6 +111,7 @@ def test_a_share_without_panels_is_none_at_all():
     (lambda: ext.Engine([0, 0], nodes=[0, 1024]), "node 1024 is out of range"),
     (lambda: ext.Engine([0, 0, 0], nodes=[1, 0, 1]), "the workers of node 1 are not neighbours"),
     (lambda: ext.Engine([0, 0], place=True), "needs the nodes"),
+    (lambda: ext.Engine([0, 0], nodes=[0, 1], place=True, split=False), "place needs a split"),
     (lambda: ext.Experts(native.engine(), "bf16", 1, 32, 32).packed(0, 1), "share 1 is outside 0..0"),
 ])  # fmt: skip
 def test_nodes_that_make_no_sense_are_refused_by_name(call, text):
@@ -208,16 +209,18 @@ print(came, os.sched_getaffinity(0) == set(cpus[:1]))
     assert int(came) > 50 and stays == "True"  # not always: the system may move it again
 
 
-def test_workers_that_may_move_stay_on_their_node():
+@pytest.mark.parametrize("split", [True, False])
+def test_workers_that_may_move_stay_on_their_node(split):
     cpus = sorted(os.sched_getaffinity(0))
     tasks = lambda: {task.name for task in Path("/proc/self/task").iterdir()}
     before = tasks()
-    engine = ext.Engine([cpus[0], cpus[-1], cpus[-1]], nodes=[0, 1, 1], bind="node")
+    engine = ext.Engine([cpus[0], cpus[-1], cpus[-1]], nodes=[0, 1, 1], split=split, bind="node")
     x, rows = reference.to_bf16(np.ones((1, 32))), np.zeros((32, 32), np.uint16)
     experts = ext.Experts(engine, "bf16", 1, 32, 32)
     assert experts.pack_codes(0, "gate", rows.ctypes.data, 64) == 0 and x.size  # every worker has begun, and bound itself
     masks = [os.sched_getaffinity(int(task)) for task in tasks() - before]
     assert masks == [{cpus[-1]}] * 2 and engine.nodes == [0, 1, 1]
+    assert len(experts.shares) == (2 if split else 1)
 
 
 def test_memory_lies_on_the_nodes_that_were_asked_for():

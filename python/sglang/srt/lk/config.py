@@ -118,7 +118,7 @@ class Config:
         "CPU threads of one rank; more than it may use is cut down, with one line. Unset, 2 cores stay free beside a GPU (below 8: "
         "1, below 4: 0).")
     thread_binding: str = variable("CPU", Choice(("CPU_CORE", "NUMA_NODE")), "CPU_CORE",
-        "Pin each worker to its own CPU, or leave it free on its rank's CPUs of one NUMA node (of all, if `LK_NUMA_INTERLEAVE=0`).")
+        "Pin each worker to its own CPU, or let it move among its rank's CPUs of the same NUMA node.")
     isa: str | None = variable("CPU", Choice(ISAS, unset="the best the machine runs"), None,
         "Instruction set of the kernels; one that the machine lacks is an error.")
     numa_interleave: bool = variable("CPU", Switch(), True,

@@ -33,9 +33,10 @@ class Cpus:
     memory_nodes: int = 1  # NUMA nodes whose memory this process may use
 
     def placement(self, config: Config) -> dict[str, Any]:
-        """What the native engine is told about nodes: nothing where there is one, or with ``LK_NUMA_INTERLEAVE=0``."""
-        split = config.numa_interleave and self.memory_nodes > 1
-        return {"nodes": self.nodes if split else [], "place": split}
+        """What the native engine is told about nodes: none where there is one; without a split they only bind workers."""
+        several = self.memory_nodes > 1
+        split = several and config.numa_interleave
+        return {"nodes": self.nodes if several else [], "split": split, "place": split}
 
 
 @dataclass(frozen=True)

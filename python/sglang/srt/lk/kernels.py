@@ -22,7 +22,7 @@ from sglang.srt.lk.formats import Packing
 
 logger = logging.getLogger(__name__)
 
-ABI = 3
+ABI = 4
 PARTS = ("gate", "up", "down")
 FLOATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 IDS = {torch.int32: "i32", torch.int64: "i64"}

@@ -12,7 +12,7 @@ pytestmark = pytest.mark.upstream
 pytest.register_assert_rewrite("layers")
 import layers  # noqa: E402
 
-from sglang.srt.lk import formats, roles  # noqa: E402
+from sglang.srt.lk import config, formats, roles  # noqa: E402
 
 CASES = layers.CASES
 
@@ -354,6 +354,17 @@ def test_the_end_of_the_load_says_who_does_what(method, caplog, monkeypatch):
     with caplog.at_level("INFO"):
         method.finish(torch.nn.Module(), is_draft=False)
     assert "1 MoE layers: 1 cpu" in caplog.text and "MXFP4" in caplog.text and "threads" in caplog.text
+
+
+def test_a_dense_draft_model_is_upstreams_alone(method, caplog, monkeypatch):
+    """As EAGLE's drafts are: one layer without experts beside a model that has them."""
+    with caplog.at_level("INFO"):
+        method.finish(torch.nn.Module(), is_draft=True)
+    assert "the draft model has no MoE layers" in caplog.text
+    monkeypatch.setattr(method.boot, "current", lambda: config.Config(gpu_resident_moe_layers_spec=config.LayerSet(frozenset({0}))))
+    with pytest.raises(roles.RolesError) as caught:
+        method.finish(torch.nn.Module(), is_draft=True)
+    assert "LK_GPU_RESIDENT_MOE_LAYERS_SPEC=0: the draft model has no MoE layers" in str(caught.value)
 
 
 def test_several_draft_models_with_the_same_layer_id_are_all_in_the_table_and_the_metrics(method, caplog, monkeypatch):

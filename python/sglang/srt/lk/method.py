@@ -212,6 +212,8 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
     number = _drafts if is_draft else 0
     modules = [(name, module) for name, module in model.named_modules() if isinstance(module, FusedMoE)]
     known = {key: found for key, found in _layers.items() if (key.is_draft, key.model) == (is_draft, number)}
+    if is_draft and not modules and not known:
+        return _dense_draft()
     missed = [name for name, m in modules if roles.Key(is_draft, m.layer_id, number) not in known]
     if missed:
         raise compat.Refusal(missed[0], [f"{len(missed)} of {len(modules)} MoE layers were built without hybrid MoE; reinstall sglang-lk"])
@@ -240,6 +242,14 @@ def finish(model: torch.nn.Module, *, is_draft: bool) -> None:
         return
     engine = kernels.engine()
     logger.info("%s\n  %s\n  %d threads, %s kernels", table, _progress.summary(), engine.threads, engine.isa)
+
+
+def _dense_draft() -> None:
+    """A draft model without experts (EAGLE's, for one) is upstream's alone, so nobody may have asked for some of them."""
+    name, listed = boot.current().resident_layers(draft=_draft_kind(_args()))
+    if listed:
+        raise roles.RolesError([f"{name}={listed}: the draft model has no MoE layers: unset it"])
+    logger.info("Hybrid MoE: the draft model has no MoE layers; it runs as upstream runs it")
 
 
 def _prepare_handover(stores: list[LayerStore], layers: list[Any]) -> None:

@@ -344,6 +344,17 @@ def test_a_file_that_is_there_is_kept_until_there_is_something_to_store(tmp_path
     assert (tmp_path / "a.json").read_text() == "before"
 
 
+def test_a_measurement_that_is_stopped_keeps_its_rows(tmp_path, monkeypatch):
+    def stopped(*given, rows=kernels.run):
+        yield next(rows(*given))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kernels, "run", stopped)
+    assert cli.main(["bench", "kernels", "--shape", "64,32,10,3", "--rows", "1", "--seconds", "0.01", "--json", str(tmp_path / "a.json")]) == 130
+    stored = json.loads((tmp_path / "a.json").read_text())
+    assert len(stored["rows"]) == 1 and stored["machine"]["cpu"] == "Test CPU"
+
+
 def test_a_disk_that_is_full_in_the_end_is_one_message(capsys):
     few = ["--shape", "64,32,10,3", "--rows", "1", "--format", "bf16", "--seconds", "0.01"]
     assert cli.main(["bench", "kernels", *few, "--json", "/dev/full"]) == 2

@@ -64,10 +64,16 @@ def _writing(option: str, path: Path) -> Iterator[None]:
         raise ValueError(f"--{option} {path} cannot be written: {error.strerror or error}") from error
 
 
-def _store(path: Path | None, content: object) -> None:
-    if path:
-        with _writing("json", path):
-            path.write_text(json.dumps(content, indent=1) + "\n")
+@contextlib.contextmanager
+def _stored(path: Path | None, rows: list, *, machine: dict | None = None) -> Iterator[None]:
+    """``rows`` go to --json at the end, those of a run that failed or was stopped too. Without any the file stays as it is."""
+    try:
+        yield
+    finally:
+        if path and rows:
+            made = [row.as_dict() for row in rows]
+            with _writing("json", path):
+                path.write_text(json.dumps({"machine": machine, "rows": made} if machine else made, indent=1) + "\n")
 
 
 def _at_least(arguments: argparse.Namespace, **least: int) -> None:
@@ -247,10 +253,10 @@ def _kernels(arguments: argparse.Namespace) -> int:
     style, rows = Style.of(sys.stdout), []
     found = report.facts(ext, todo)
     _show(arguments, "\n".join([*report.opening(found, style), "", report.heading(style)]))
-    for row in kernels.run(ext, todo):
-        rows.append(row)
-        _show(arguments, report.line(row, style))
-    _store(arguments.json, {"machine": found, "rows": [row.as_dict() for row in rows]})
+    with _stored(arguments.json, rows, machine=found):
+        for row in kernels.run(ext, todo):
+            rows.append(row)
+            _show(arguments, report.line(row, style))
     if arguments.plot:
         with _writing("plot", arguments.plot):
             roofline.draw(found, [row.as_dict() for row in rows], arguments.plot)
@@ -269,13 +275,13 @@ def _handover(arguments: argparse.Namespace) -> int:
         settings=settings, hidden=arguments.hidden, rows=arguments.rows or [1, 4, 32], layers=arguments.layers, samples=arguments.samples
     )
     try:
-        for row in measured:
-            rows.append(row)
-            _show(arguments, "\n".join(handover.lines(rows)[0 if len(rows) == 1 else -1 :]))
+        with _stored(arguments.json, rows):
+            for row in measured:
+                rows.append(row)
+                _show(arguments, "\n".join(handover.lines(rows)[0 if len(rows) == 1 else -1 :]))
     except (kernels.KernelError, driver.DriverError) as error:
         write(f"sglang-lk: {error}", sys.stderr)
         return 1
-    _store(arguments.json, [row.as_dict() for row in rows])
     return 0
 
 
@@ -285,18 +291,16 @@ def _serving(arguments: argparse.Namespace) -> int:
     _at_least(arguments, batch=1, prompt=1, tokens=1, repeats=2)
     rows = []
     try:
-        for found in serving.run(arguments, os.environ):
-            if isinstance(found, str):
-                _show(arguments, found)
-            else:
-                rows.append(found)
-                _show(arguments, "\n".join(serving.lines(rows)[0 if len(rows) == 1 else -1 :]))
+        with _stored(arguments.json, rows):
+            for found in serving.run(arguments, os.environ):
+                if isinstance(found, str):
+                    _show(arguments, found)
+                else:
+                    rows.append(found)
+                    _show(arguments, "\n".join(serving.lines(rows)[0 if len(rows) == 1 else -1 :]))
     except serving.ServerFailed as error:
         write(f"sglang-lk: {error}", sys.stderr)
         return 1
-    finally:  # of a run that failed or was stopped, what it measured until then
-        if rows:
-            _store(arguments.json, [row.as_dict() for row in rows])
     return 0
 
 

@@ -14,7 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 # What kernels.py speaks; the extension says what it was built with.
-ABI = 3
+ABI = 4
 EXTENSION = "sgl_kernel_ext"
 STAMP = "lk-build.json"
 REMEDY = "pip uninstall -y sglang sglang-lk, then install the sglang-lk wheel again"

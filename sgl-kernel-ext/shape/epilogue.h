@@ -89,30 +89,24 @@ template <class I> struct GateUpEpilogue {
     if (limited) up = I::max(I::set1(-a.limit), I::min(I::set1(a.limit), up));
     const F32 y = I::mul(gate, I::add(up, I::set1(a.up_bias)));
     const int split = args.product.split;
-    uint16_t* out = place(row * split, tile);
-    I::store_bf16(out, split == 2 ? M::finite(y) : y);
-    if (split == 2) {
-      const F32 rest = I::fma(I::widen(out), I::set1(-1.0f), y);
-      I::store_bf16(place(row * 2 + 1, tile), rest);
-      finish(row * 2 + 1, tile);
-    }
-    finish(row * split, tile);
+    put(row * split, tile, split == 2 ? M::finite(y) : y);
+    if (split == 2) put(row * 2 + 1, tile, I::fma(I::widen(place(row * 2, tile)), I::set1(-1.0f), y));
   }
 
  private:
-  // Padding is zero, which it is not by itself where the input is infinite. A tile is as wide as a sum.
-  void finish(int row, int tile) const {
+  // A tile is as wide as a sum. Padding is zero, which it is not by itself where the input is infinite.
+  void put(int row, int tile, F32 y) const {
     static_assert(lk::kSumOf == lk::kColumns);
-    const int real = args.width - tile * lk::kColumns;
     uint16_t* const out = place(row, tile);
-    if (real < lk::kColumns)
-      for (int c = real; c < lk::kColumns; ++c) out[c] = 0;
+    I::store_bf16(out, y);
+    for (int c = args.width - tile * lk::kColumns; c < lk::kColumns; ++c) out[c] = 0;
     if (args.sums) reinterpret_cast<float*>(args.out[row] + args.sums)[tile] = Maths<I>::sum(I::widen(out));
   }
   // Where a row's values of a tile of sums are; two of those are one tile of rows.
   uint16_t* place(int row, int tile) const {
     static_assert(lk::kUnit == 2 * lk::kColumns);
-    return args.out[row] + (args.out_in_tiles ? tile / 2 * lk::kTileRows * lk::kUnit + tile % 2 * lk::kColumns : tile * lk::kColumns);
+    const unsigned t = unsigned(tile);
+    return args.out[row] + (args.out_in_tiles ? t / 2 * lk::kTileRows * lk::kUnit + t % 2 * lk::kColumns : t * lk::kColumns);
   }
 };
 

@@ -13,7 +13,7 @@ NAMES = ("scalar", "avx2", "avx512", "avx512_bf16")
 
 
 class Extension:
-    ABI = 3
+    ABI = 4
 
     def __init__(self, supported=NAMES, read=50.0, dot=400.0, formats=tuple(BITS), broken=False):
         self.supported, self.read, self.dot, self._formats, self.broken = supported, read, dot, formats, broken

@@ -8,12 +8,14 @@ import time
 
 import numpy as np
 
+from sglang.srt.lk.install_check import ABI
+
 BITS = {"bf16": 16, "f16": 16, "fp8": 8, "mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5, "int4": 4}
 NAMES = ("scalar", "avx2", "avx512", "avx512_bf16")
 
 
 class Extension:
-    ABI = 4
+    ABI = ABI
 
     def __init__(self, supported=NAMES, read=50.0, dot=400.0, formats=tuple(BITS), broken=False):
         self.supported, self.read, self.dot, self._formats, self.broken = supported, read, dot, formats, broken

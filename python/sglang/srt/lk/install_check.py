@@ -13,7 +13,7 @@ import sys
 from importlib.machinery import PathFinder
 from pathlib import Path
 
-# What kernels.py speaks; the extension says what it was built with.
+# What this package speaks; the extension says what it was built with.
 ABI = 4
 EXTENSION = "sgl_kernel_ext"
 STAMP = "lk-build.json"

@@ -19,10 +19,10 @@ import torch
 from sglang.srt.lk import boot, cpus
 from sglang.srt.lk.config import Config
 from sglang.srt.lk.formats import Packing
+from sglang.srt.lk.install_check import ABI
 
 logger = logging.getLogger(__name__)
 
-ABI = 4
 PARTS = ("gate", "up", "down")
 FLOATS = {torch.bfloat16: "bf16", torch.float16: "f16", torch.float32: "f32"}
 IDS = {torch.int32: "i32", torch.int64: "i64"}

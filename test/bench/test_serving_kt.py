@@ -78,6 +78,74 @@ def test_bytes_are_those_of_the_experts(tmp_path):
     assert np.isfinite(values).all() and values.std() > 0
 
 
+class Fake:
+    """A server whose samples take as long as its number of tokens says; it notes when it had the processors."""
+
+    had: list = []
+
+    def __init__(self, config, flags, environ, program=None):
+        self.kt, self.flags, self.environ, self.awake = program is not None, flags, environ, True
+        self.experts = config.get("quantization_config", {}).get("format")
+        Fake.had.append(self)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def ready(self):
+        return 1.0
+
+    def stop(self):
+        self.awake = False
+
+    def go_on(self):
+        self.awake = True
+
+    def seconds(self, prompts, tokens):
+        assert [server.awake for server in Fake.had] == [server is self for server in Fake.had]
+        return tokens * (0.3 if self.kt else 0.2)
+
+
+@pytest.fixture
+def fakes(monkeypatch, tmp_path):
+    monkeypatch.setattr(Fake, "had", [])
+    monkeypatch.setattr(serving_kt.serving, "Server", Fake)
+    config = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 99}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    return Fake.had, ["--python", "p", "--model-config", str(tmp_path), "--repeats", "2", "--prompt", "32"]
+
+
+def test_both_servers_are_measured_by_turns_and_only_one_has_the_processors(fakes, tmp_path, capsys):
+    made, words = fakes
+    both = ["--threads", "3", "--our-flags=--one 'a b'", "--kt-flags=--two", "--json", str(tmp_path / "out.json"), "--", "--three"]
+    assert serving_kt.main([*words, *both]) == 0
+    kt, ours = made
+    assert kt.kt and not ours.kt
+    assert kt.flags[-2:] == ["--three", "--two"] and ours.flags[-3:] == ["--three", "--one", "a b"]
+    assert (ours.environ["LK_THREADS"], ours.environ["LK_MOE_HYBRID_ENABLED"]) == ("3", "1")
+    out = capsys.readouterr().out
+    for case in ("decode, batch 1", "decode, batch 4", "prefill, batch 1"):
+        assert f"{case}: KTransformers takes 1.50 times as long (middle half 1.50 to 1.50)" in out
+    rows = json.loads((tmp_path / "out.json").read_text())
+    assert [(row["what"], row["batch"], row["experts"], round(row["ms"])) for row in rows] == [
+        ("decode", 1, "kt BF16", 300), ("decode", 1, "lk bf16", 200), ("decode", 4, "kt BF16", 300), ("decode", 4, "lk bf16", 200),
+        ("prefill", 1, "kt BF16", 300), ("prefill", 1, "lk bf16", 200),
+    ]  # fmt: skip
+
+
+def test_ours_has_experts_of_the_same_format_or_is_refused(fakes, capsys):
+    made, words = fakes
+    assert serving_kt.main([*words, "--method", "MXFP4"]) == 0
+    assert [server.experts for server in made] == [None, "mxfp4-pack-quantized"]
+    assert serving_kt.main([*words, "--method", "FP8"]) == 2
+    said = "serving_kt: --method FP8: ours has no random experts of it (bf16, mxfp4, nvfp4); --alone measures KTransformers\n"
+    assert capsys.readouterr().err == said and len(made) == 2
+    made.clear()
+    assert serving_kt.main([*words, "--method", "FP8", "--alone"]) == 0 and len(made) == 1
+
+
 def test_a_config_that_says_its_experts_otherwise_is_refused_by_name():
     with pytest.raises(ValueError) as error:
         serving_kt.shape_of({"hidden_size": 8, "num_experts": 4, "num_experts_per_tok": 2}, "gpt")
@@ -91,9 +159,9 @@ def test_a_python_without_the_packages_is_said_with_the_servers_log(tmp_path, ca
     fake.chmod(0o755)
     config = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2, "num_hidden_layers": 1, "vocab_size": 99}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert serving_kt.main(["--python", str(fake), "--model-config", str(tmp_path)]) == 2
+    assert serving_kt.main(["--alone", "--python", str(fake), "--model-config", str(tmp_path)]) == 2
     assert "no module named kt_kernel" in capsys.readouterr().err
-    assert serving_kt.main(["--python", str(tmp_path / "none"), "--model-config", str(tmp_path)]) == 2
+    assert serving_kt.main(["--alone", "--python", str(tmp_path / "none"), "--model-config", str(tmp_path)]) == 2
     assert "none" in capsys.readouterr().err
 
 

@@ -142,9 +142,9 @@ class Slow:
 
 
 def test_a_decode_step_is_what_a_longer_answer_takes_more():
-    found = serving.decode(Slow(), batch=2, prompt=4, tokens=16, repeats=3, vocabulary=1000)
+    found = serving.several(serving.decode_step, Slow(), batch=2, prompt=4, tokens=16, repeats=3, vocabulary=1000)
     assert found == pytest.approx([0.1] * 3)
-    assert serving.prefill(Slow(), batch=1, prompt=4, repeats=2, vocabulary=1000) == pytest.approx([0.6] * 2)
+    assert serving.several(serving.prefill_once, Slow(), batch=1, prompt=4, repeats=2, vocabulary=1000) == pytest.approx([0.6] * 2)
 
 
 @pytest.fixture

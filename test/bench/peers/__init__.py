@@ -14,6 +14,6 @@ one that is measured is awake. Nothing here is part of the installed package, an
 - ``measure``  the order of everything, and the look at the machine around each case
 - ``report``   the result as JSON and as a table
 - ``install``  the peers from their packages, and the folder to carry
-- ``serving_kt``, ``kt_server``   a program of its own: decode and prefill of a KTransformers server
+- ``serving_kt``, ``kt_server``   a program of its own: decode and prefill of a KTransformers server and of ours
 - ``park.c``   lets kt-kernel's caller sleep where it would take a worker's core
 """

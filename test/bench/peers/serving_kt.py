@@ -1,21 +1,26 @@
-"""Decode and prefill of a KTransformers server, timed as ``sglang-lk bench decode`` and ``bench prefill`` time ours.
+"""Decode and prefill of a KTransformers server and of ours, by turns, timed as ``sglang-lk bench`` does.
 
     python test/bench/peers/serving_kt.py --python KT/bin/python --layers 12 --threads 14 --json out.json
 
 ``--python`` is of an environment with sglang-kt and kt-kernel; both SGLangs are called sglang, so it is another one than
 ours, which runs this script. Random experts of one layer are written to a temporary folder (1.2 GB for Qwen3-30B-A3B in
-bf16); ``kt_server.py`` has every layer read them. Nothing of KTransformers is changed besides. A new method of kt-kernel
-is an entry of ``METHODS``.
+bf16); ``kt_server.py`` has every layer read them. Nothing of KTransformers is changed besides. Both servers are up at the
+same time, and the one that is not measured is stopped (SIGSTOP): a machine that others use, too, changes by the minute,
+so what counts is the ratio of two samples that follow each other. A new method of kt-kernel is an entry of ``METHODS``.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import shlex
+import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +44,7 @@ OF_THIS_ENVIRONMENT = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 _USUAL = "model.layers.0.mlp.experts.{expert}.{part}_proj.{what}"
 _DEEPSEEK_V4 = "layers.0.ffn.experts.{expert}.{w}.{what}"
 # Method: its format in ``formats``, how its tensors are called, endings and safetensors types of codes and scales.
+# ``serving.EXPERTS`` has what our server computes beside it, under the format's name.
 METHODS = {
     "BF16": ("bf16", _USUAL, ("weight", "BF16"), None),
     "FP8": ("fp8_block", _USUAL, ("weight", "F8_E4M3"), ("weight_scale_inv", "F32")),
@@ -80,10 +86,10 @@ def shape_of(config: Mapping[str, Any], name: str) -> Shape:
 
 
 def flags(options: argparse.Namespace, experts: Path) -> list[str]:
-    """Of the server, beside those that ours gets too; the user's come last, so they count."""
+    """Of KTransformers' server, beside those that ours gets too; the user's come last, so they count."""
     return [
         *LIMITS.split(), "--kt-weight-path", str(experts), "--kt-method", options.method, "--kt-cpuinfer", str(options.threads),
-        "--kt-threadpool-count", str(options.pools), "--kt-num-gpu-experts", "0", *options.flags,
+        "--kt-threadpool-count", str(options.pools), "--kt-num-gpu-experts", "0", *options.flags, *shlex.split(options.kt_flags),
     ]  # fmt: skip
 
 
@@ -91,41 +97,101 @@ def environ(of_this: Mapping[str, str]) -> dict[str, str]:
     return {**{name: value for name, value in of_this.items() if name not in OF_THIS_ENVIRONMENT}, SWITCH: "0"}
 
 
+def our_flags(options: argparse.Namespace) -> list[str]:
+    return [*LIMITS.split(), *options.flags, *shlex.split(options.our_flags)]
+
+
+def our_environ(options: argparse.Namespace, of_this: Mapping[str, str]) -> dict[str, str]:
+    return {**of_this, SWITCH: "1", "LK_THREADS": str(options.threads)}
+
+
+def our_experts(options: argparse.Namespace) -> str:
+    fmt = METHODS[options.method][0]
+    if fmt not in serving.EXPERTS:
+        raise ValueError(f"--method {options.method}: ours has no random experts of it ({', '.join(serving.EXPERTS)}); --alone measures KTransformers")
+    return fmt
+
+
 def batches(options: argparse.Namespace) -> list[int]:
     return options.batch or [1, 4]
 
 
+@dataclass(frozen=True)
+class Case:
+    """One figure of a server: ``once`` gives a sample in seconds; ``work``: the tokens that it made or read."""
+
+    what: str
+    once: Callable[..., float]
+    sizes: dict[str, int]
+    work: int
+
+
+def cases(options: argparse.Namespace, vocabulary: int) -> list[Case]:
+    found = [
+        Case("decode", serving.decode_step, {"batch": batch, "prompt": 16, "tokens": options.tokens, "vocabulary": vocabulary}, batch)
+        for batch in batches(options)
+    ]
+    return [*found, Case("prefill", serving.prefill_once, {"batch": 1, "prompt": options.prompt, "vocabulary": vocabulary}, options.prompt)]
+
+
+def by_turns(case: Case, servers: Mapping[str, serving.Server], repeats: int) -> dict[str, list[float]]:
+    """Samples of every server; only the one that is measured has the processors. The first turn does not count."""
+    times: dict[str, list[float]] = {name: [] for name in servers}
+    for turn in range(repeats + 1):
+        for name, server in servers.items():
+            server.go_on()
+            times[name].append(case.once(server, seed=turn, **case.sizes))
+            server.stop()
+    return {name: of_one[1:] for name, of_one in times.items()}
+
+
+def ratio(case: Case, kt: Sequence[float], ours: Sequence[float]) -> str:
+    low, middle, high = statistics.quantiles([theirs / of_us for theirs, of_us in zip(kt, ours)], n=4)
+    return f"{case.what}, batch {case.sizes['batch']}: KTransformers takes {middle:.2f} times as long (middle half {low:.2f} to {high:.2f})"
+
+
 def measure(options: argparse.Namespace) -> Iterator[serving.Row | str]:
     """Rows as they are measured, and lines for the reader between them."""
-    config = serving.config_of(options.model_config, experts=None, layers=options.layers)
-    shape, model, experts = shape_of(config, options.model_config), Path(options.model_config).stem, f"kt {options.method}"
+    plain = serving.config_of(options.model_config, experts=None, layers=options.layers)
+    shape, model = shape_of(plain, options.model_config), Path(options.model_config).stem
+    ours = None if options.alone else our_experts(options)
     program = [options.python, str(HERE / "kt_server.py")]
-    usual = {"repeats": options.repeats, "vocabulary": config["vocab_size"]}
-    with tempfile.TemporaryDirectory() as folder:
-        write_experts(Path(folder) / "model.safetensors", options.method, shape)
-        with serving.Server(config, flags(options, Path(folder)), environ(os.environ), program) as server:
-            yield f"ready after {server.ready():.0f} s"
-            for batch in batches(options):
-                times = serving.decode(server, batch=batch, prompt=16, tokens=options.tokens, **usual)
-                yield serving.row("decode", model, experts, batch=batch, prompt=16, times=times, work=batch)
-            times = serving.prefill(server, batch=1, prompt=options.prompt, **usual)
-            yield serving.row("prefill", model, experts, batch=1, prompt=options.prompt, times=times, work=options.prompt)
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        write_experts(folder / "model.safetensors", options.method, shape)
+        servers = {f"kt {options.method}": stack.enter_context(serving.Server(plain, flags(options, folder), environ(os.environ), program))}
+        if ours:
+            config = serving.config_of(options.model_config, experts=ours, layers=options.layers)
+            servers[f"lk {ours}"] = stack.enter_context(serving.Server(config, our_flags(options), our_environ(options, os.environ)))
+        for name, server in servers.items():
+            yield f"{name}: ready after {server.ready():.0f} s"
+        for server in servers.values():
+            server.stop()
+        for case in cases(options, plain["vocab_size"]):
+            times = by_turns(case, servers, options.repeats)
+            for name, of_one in times.items():
+                yield serving.row(case.what, model, name, batch=case.sizes["batch"], prompt=case.sizes["prompt"], times=of_one, work=case.work)
+            if ours:
+                yield ratio(case, *times.values())
 
 
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(prog="serving_kt", description="Decode and prefill of a KTransformers server.")
+    made = argparse.ArgumentParser(prog="serving_kt", description="Decode and prefill of a KTransformers server and of ours, by turns.")
     made.add_argument("--python", required=True, help="of an environment with sglang-kt and kt-kernel")
+    made.add_argument("--alone", action="store_true", help="KTransformers only")
     made.add_argument("--model-config", default="qwen3-30b-a3b", help=f"a config.json, or one of {', '.join(serving.known())}")
     made.add_argument("--layers", type=int, help="as many as the config says")
-    made.add_argument("--method", choices=METHODS, default="BF16")
-    made.add_argument("--threads", type=int, default=max(len(os.sched_getaffinity(0)) - 2, 1), help="all but two")
-    made.add_argument("--pools", type=int, default=1, help="thread pools: one per NUMA node")
+    made.add_argument("--method", choices=METHODS, default="BF16", help="of kt-kernel; ours computes experts of the same format")
+    made.add_argument("--threads", type=int, default=max(len(os.sched_getaffinity(0)) - 2, 1), help="of each server; all but two")
+    made.add_argument("--pools", type=int, default=1, help="KTransformers' thread pools: one per NUMA node")
     made.add_argument("--batch", type=int, action="append", metavar="N", help="requests decoded together (1 and 4)")
     made.add_argument("--prompt", type=int, default=2048, help="tokens of the prompt for prefill")
     made.add_argument("--tokens", type=int, default=48, help="decode steps of one sample")
     made.add_argument("--repeats", type=int, default=4)
     made.add_argument("--json", type=Path, metavar="FILE")
-    made.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of the server")
+    made.add_argument("--kt-flags", default="", metavar="'FLAG ...'", help="of KTransformers' server alone: --kt-flags='--a --b 1'")
+    made.add_argument("--our-flags", default="", metavar="'FLAG ...'", help="of our server alone, likewise")
+    made.add_argument("flags", nargs="*", metavar="-- FLAG", help="flags of both servers")
     return made
 
 

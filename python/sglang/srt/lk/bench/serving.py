@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -140,11 +140,19 @@ class Server:
     def __exit__(self, *_: object) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGTERM)
+            self.go_on()  # a stopped one does not hear it
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(10)
             os.killpg(self.pid, signal.SIGKILL)
         self._process.wait()
         self._folder.cleanup()
+
+    def stop(self) -> None:
+        """Takes the processors from all its processes, until ``go_on``."""
+        os.killpg(self.pid, signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        os.killpg(self.pid, signal.SIGCONT)
 
     def ready(self) -> float:
         """Seconds until it answered."""
@@ -198,19 +206,21 @@ def _lengths(data: bytes) -> list[int] | None:
         return None
 
 
-def decode(server: Server, *, batch: int, prompt: int, tokens: int, repeats: int, vocabulary: int) -> list[float]:
-    """Seconds of one decode step, several times."""
-    found = []
-    for repeat in range(repeats + 1):
-        prompts = random_prompts(batch, prompt, vocabulary, seed=repeat)
-        short, long = server.seconds(prompts, SHORT), server.seconds(prompts, SHORT + tokens)
-        found.append((long - short) / tokens)
-    return found[1:]  # the first pays for what upstream compiles and allocates when it first meets a size
+def decode_step(server: Server, *, batch: int, prompt: int, tokens: int, vocabulary: int, seed: int) -> float:
+    """Seconds of one decode step, of so many."""
+    prompts = random_prompts(batch, prompt, vocabulary, seed=seed)
+    short, long = server.seconds(prompts, SHORT), server.seconds(prompts, SHORT + tokens)
+    return (long - short) / tokens
 
 
-def prefill(server: Server, *, batch: int, prompt: int, repeats: int, vocabulary: int) -> list[float]:
-    """Seconds until the first token, several times."""
-    return [server.seconds(random_prompts(batch, prompt, vocabulary, seed=repeat), 1) for repeat in range(repeats + 1)][1:]
+def prefill_once(server: Server, *, batch: int, prompt: int, vocabulary: int, seed: int) -> float:
+    """Seconds until the first token."""
+    return server.seconds(random_prompts(batch, prompt, vocabulary, seed=seed), 1)
+
+
+def several(once: Callable[..., float], server: Server, *, repeats: int, **rest: int) -> list[float]:
+    """One of the two above, several times. The first pays for what upstream compiles and allocates when it first meets a size."""
+    return [once(server, seed=repeat, **rest) for repeat in range(repeats + 1)][1:]
 
 
 def random_prompts(batch: int, length: int, vocabulary: int, *, seed: int) -> list[list[int]]:
@@ -228,9 +238,9 @@ def run(arguments: Any, environ: Mapping[str, str]) -> Iterator[Row | str]:
         for batch in arguments.batch or [1]:
             rest = dict(batch=batch, prompt=arguments.prompt, repeats=arguments.repeats, vocabulary=checkpoint.text_model(config)["vocab_size"])
             if arguments.what == "decode":
-                times, work = decode(server, tokens=arguments.tokens, **rest), batch
+                times, work = several(decode_step, server, tokens=arguments.tokens, **rest), batch
             else:
-                times, work = prefill(server, **rest), batch * arguments.prompt
+                times, work = several(prefill_once, server, **rest), batch * arguments.prompt
             yield row(arguments.what, name, experts, batch=batch, prompt=arguments.prompt, times=times, work=work)
         yield from [line for line in server.says() if "[decode]" in line][-3:]
 

@@ -62,7 +62,7 @@ class Handover {
   };
   struct Stats { int64_t calls, steps, rows, busy_ns, wait_ns; };
 
-  // The thread runs on `cpu` (-1: anywhere), stays awake `spin_us` after a request and then looks ever more rarely.
+  // The thread runs on `cpu` (-1: on any of `cpus`), stays awake `spin_us` after a request and then looks ever more rarely.
   Handover(std::vector<int> cpus, int cpu, int spin_us, int patience_ms);
   ~Handover();
   Handover(const Handover&) = delete;

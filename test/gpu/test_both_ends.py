@@ -28,7 +28,7 @@ def make(monkeypatch):
     def build(*, mailbox=True, rows=64, hidden=HIDDEN):
         sizes = handover.Sizes(rows=rows, hidden=hidden, top_k=TOP_K)
         made.append(handover.Handover(
-            sizes=sizes, device=torch.device("cuda"), mailbox=mailbox, cpus=engine.cpus, spin_us=2000
+            sizes=sizes, device=torch.device("cuda"), mailbox=mailbox, engine=engine, spin_us=2000
         ))  # fmt: skip
         return made[-1]
 

@@ -1,9 +1,11 @@
 """The GPU's end of the hand-over as far as it can be seen without a GPU: sizes, layers and the end of a server."""
 
+import contextlib
 import multiprocessing
 import os
 import re
 import signal
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -84,6 +86,37 @@ def test_the_parts_of_the_buffers_lie_apart_on_cache_lines():
 def test_a_second_model_is_given_the_larger_of_both_sizes():
     joined = handover.Sizes(rows=256, hidden=2048, top_k=8).join(handover.Sizes(rows=64, hidden=7168, top_k=6))
     assert (joined.rows, joined.hidden, joined.top_k) == (256, 7168, 8)
+
+
+@pytest.mark.parametrize("bind, nodes, places", [
+    (True, (4, 7), [0]), (False, (4, 7), [0]), (True, (0, 0), [0]), (False, (0, 0), [0, 1]), (False, (4, 4, 7), [0, 1]),
+])  # fmt: skip
+def test_the_thread_that_answers_is_bound_as_the_first_worker_that_it_is(bind, nodes, places):
+    """To its CPU, or to those of its NUMA node: never to those of a node whose workers are others."""
+    pytest.importorskip("sgl_kernel_ext", reason="the extension is not built")
+    allowed = sorted(os.sched_getaffinity(0))
+    if len(allowed) < 2:
+        pytest.skip("one CPU: there is nowhere else to be")
+    cpus = [allowed[0], allowed[1], allowed[-1]][: len(nodes)]
+    expected = {cpus[i] for i in places}
+    native = handover.answerer(SimpleNamespace(cpus=cpus, nodes=list(nodes)), spin_us=0, bind=bind)
+    try:
+        until = time.monotonic() + 5
+        while (found := masks("lk-handover")) != [expected] and time.monotonic() < until:  # it has to name and bind itself first
+            time.sleep(0.01)
+    finally:
+        native.close()
+    assert found == [expected]
+
+
+def masks(name: str) -> list[set[int]]:
+    """Where this process's threads of a name may run."""
+    found = []
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it has just ended
+            if (task / "comm").read_text().strip() == name:
+                found.append(os.sched_getaffinity(int(task.name)))
+    return found
 
 
 def test_the_watch_reports_a_failure_once():

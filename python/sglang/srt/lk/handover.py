@@ -94,14 +94,20 @@ class Buffers:
             at += _lines(size)
 
 
+def answerer(engine: Any, *, spin_us: int, bind: bool) -> Any:
+    """The native end of a hand-over to ``engine``. Its thread calls the engine and is thereby worker 0, so it has that worker's
+    CPU to itself (``bind``) or, as other workers then, moves among those of its NUMA node."""
+    cpus, nodes = engine.cpus, engine.nodes
+    home = [cpu for cpu, node in zip(cpus, nodes) if node == nodes[0]]
+    return kernels.extension().Handover(cpus=home, cpu=cpus[0] if bind else -1, spin_us=spin_us, patience_ms=PATIENCE_MS)
+
+
 class Handover:
     """One per process and GPU. ``mailbox``: flags in pinned memory; otherwise host functions."""
 
-    def __init__(self, *, sizes: Sizes, device: torch.device, mailbox: bool, cpus: list[int], spin_us: int, bind: bool = True):
-        self.native = kernels.extension().Handover(
-            cpus=cpus, cpu=cpus[0] if bind else -1, spin_us=spin_us, patience_ms=PATIENCE_MS
-        )
-        self.threads = len(cpus)
+    def __init__(self, *, sizes: Sizes, device: torch.device, mailbox: bool, engine: Any, spin_us: int, bind: bool = True):
+        self.native = answerer(engine, spin_us=spin_us, bind=bind)
+        self.threads = engine.threads
         self.device = device
         self.mailbox = mailbox
         self._state = torch.zeros(LINE, dtype=torch.uint8, device=device)  # first: it makes the context

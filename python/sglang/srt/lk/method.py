@@ -267,7 +267,7 @@ def _prepare_handover(stores: list[LayerStore], layers: list[Any]) -> None:
             sizes=sizes,
             device=torch.device("cuda", torch.cuda.current_device()),
             mailbox=config.hf_mbox,
-            cpus=engine.cpus,
+            engine=engine,
             spin_us=0 if config.power_saving else 2 * kernels.GPU_SPIN_US,
             bind=config.thread_binding == "CPU_CORE",
         )

@@ -57,7 +57,7 @@ def run(*, settings: Config, hidden: int, rows: list[int], layers: int, samples:
     spin_us, bind = 0 if settings.power_saving else 2000, settings.thread_binding == "CPU_CORE"
     for mailbox in (True, False):
         hand = handover.Handover(
-            sizes=sizes, device=torch.device("cuda"), mailbox=mailbox, cpus=engine.cpus, spin_us=spin_us, bind=bind
+            sizes=sizes, device=torch.device("cuda"), mailbox=mailbox, engine=engine, spin_us=spin_us, bind=bind
         )
         try:
             for count in rows:

@@ -13,6 +13,7 @@
 #include <stdexcept>
 
 #include "check/driver.h"
+#include "check/pieces.h"
 #include "check/pool.h"
 #include "cpu.h"
 
@@ -134,6 +135,23 @@ void check_independence(const Form& form, Report& report) {
     for (int count : {1, 2, 3, 4, 7, 12})
       report.expect(same_bits(run(steady, tokens, 11, count), together.data() + 11 * shape.hidden), "other bits in a batch of " + std::to_string(count));
   }
+}
+
+// So much work that workers take turns, and in down one continues another's sums: the last pair of panels is a single one.
+void check_turns(const Form& form, Report& report) {
+  const Shape shape{4, 368, 256, 2, 24};
+  Random random(19);
+  Layer layer = Layer::random(form, shape.experts, shape.hidden, shape.width, kActivations[0], true, random);
+  const Tokens tokens = random_tokens(shape, lk::Type::bf16, random);
+  lk::Experts alone = pack(layer, engine(report.isa->name, 1));
+  const std::vector<float> out = run(alone, tokens, 0, shape.tokens);
+  report.within(out, forward(layer, tokens), "turns");
+  for (int threads : {2, 3, 5}) {
+    lk::Experts other = pack(layer, engine(report.isa->name, threads));
+    report.expect(same_bits(run(other, tokens, 0, shape.tokens), out.data()), "other bits where " + std::to_string(threads) + " threads take turns");
+  }
+  lk::Experts apart = pack(layer, engine(report.isa->name, 5, {0, 0, 0, 1, 1}));
+  report.expect(same_bits(run(apart, tokens, 0, shape.tokens), out.data()), "other bits where the threads of two nodes take turns");
 }
 
 // A matrix whose only entries are ones on the diagonal.
@@ -297,6 +315,7 @@ std::vector<Report> check(const Form& form, const Options& options) {
   check_codes(form, reports);
   for (Report& report : reports) {
     check_independence(form, report);
+    if (form.coding.format == F::bf16 || form.coding.format == F::mxfp4) check_turns(form, report);
     check_nan(form, report);
     std::printf("%-20s %-12s %11d %7d  %.0f %%\n", form.name, report.isa->name, report.passed + report.failed, report.failed, report.worst * 100);
   }
@@ -323,7 +342,9 @@ int work(const Options& options) {
 
 int check_all(const Options& options) {
   Report threads("threads");
-  check_pool([&](bool good, const std::string& what) { threads.expect(good, what); });
+  const auto verdict = [&](bool good, const std::string& what) { threads.expect(good, what); };
+  check_pool(verdict);
+  check_pieces(verdict);
   int passed = threads.passed, failed = threads.failed;
   std::printf("\n%-20s %-12s %11s %7s  %s\n", "format", "isa", "comparisons", "failed", "worst error, of what is allowed");
   for (const Form& form : kForms) {

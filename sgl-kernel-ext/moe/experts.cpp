@@ -13,8 +13,8 @@ namespace lk {
 namespace {
 
 // Parts per worker of a phase: while weights are read, and where there are so many rows that a part's own reading of
-// them counts. Tiles read rows the fastest, and in down every part reads all of them.
-constexpr int kFewRowsTurns = 8, kManyRowsTurns = 4, kTileTurns[] = {8, 3};
+// them counts. Tiles read rows the fastest.
+constexpr int kFewRowsTurns = 8, kManyRowsTurns = 4, kTileTurns = 8;
 constexpr double kTurnBytes = 65536;  // the least of a part: taking one costs up to a microsecond
 constexpr size_t kFetchFirst = 1024;  // bytes fetched of what comes after the barrier: what a core has on its way at once
 constexpr int kMaxTokens = 4096;  // per pass: bounds the workspace, longer batches take several
@@ -55,7 +55,12 @@ Engine::Engine(std::vector<int> cpus, const std::string& isa, bool bind_each, in
     if (const int error = prefer_node(page, node.id)) unplaced_ = std::generic_category().message(error) + " for node " + std::to_string(node.id);
 }
 
-void Engine::reset_turns() {
+void Engine::reset_turns(int panels) {
+  if (panels > most_panels_) {
+    runs = std::make_unique<std::atomic<int>[]>(size_t(panels));
+    most_panels_ = panels;
+  }
+  for (int i = 0; i < panels; ++i) runs[size_t(i)].store(0, std::memory_order_relaxed);
   const size_t nodes = pool_.nodes().size();
   for (size_t i = 0; i < 2 * nodes; ++i) turns[i].next.store(pool_.nodes()[i % nodes].count, std::memory_order_relaxed);
 }
@@ -269,29 +274,20 @@ void Experts::read_next(Product& product, const Panels& panels, int panel) {
 bool Experts::in_pairs(int tokens) const { return !engine_->kernels().lane && tokens > 4 * engine_->pool().size(); }
 
 // Parts per worker of a phase that reads `bytes` of every expert.
-int Experts::turns(size_t bytes, int tokens, bool down) const {
+int Experts::turns(size_t bytes, int tokens) const {
   const int workers = engine_->pool().size();
-  const int most = tokens <= 4 * workers ? kFewRowsTurns : in_pairs(tokens) ? kTileTurns[down] : kManyRowsTurns;
+  const int most = tokens <= 4 * workers ? kFewRowsTurns : in_pairs(tokens) ? kTileTurns : kManyRowsTurns;
   return std::clamp(int(engine_->work.schedule.readings() * double(bytes) / workers / kTurnBytes), 1, most);
 }
 
-// Where part `part` of a node's work begins, of 1. The parts of a worker's later turns are smaller, so that all end at about
-// the same time although the first take few turns.
-double Experts::part_begin(const Node& node, int part, int each) {
-  const auto before = [&](int turn) { return 1.0 - double((each - turn) * (each - turn)) / (each * each); };
-  const int turn = part / node.count;
-  return before(turn) + (before(turn + 1) - before(turn)) * (part % node.count) / node.count;
-}
-
-// body(part) for the parts of the worker's node that are its turn; `each` parts per worker of the node.
-template <class Body> void Experts::take_turns(int worker, int phase, int each, const Body& body) {
+// body(node, part) for those of the node's parts that are the worker's turn; at least one per worker.
+template <class Body> void Experts::take_turns(int worker, int phase, int parts, const Body& body) {
   const Pool& pool = engine_->pool();
   const int index = pool.node_of(worker);
   const Node& node = pool.nodes()[size_t(index)];
   auto& next = engine_->turns[size_t(phase) * pool.nodes().size() + size_t(index)].next;
-  const int parts = node.count * each;
-  for (int part = worker - node.first; part < parts; part = each > 1 ? next.fetch_add(1, std::memory_order_relaxed) : parts)
-    body(node, part);
+  for (int part = worker - node.first; part < parts; part = parts > node.count ? next.fetch_add(1, std::memory_order_relaxed) : parts)
+    body(part);
 }
 
 void Experts::gate_up(const Forward& call, int tokens, int worker) {
@@ -317,58 +313,62 @@ void Experts::gate_up(const Forward& call, int tokens, int worker) {
     args.sums = coding_.zeros ? down_.depth : 0;
     kernels_.gate_up(args);
   };
-  const int each = turns(up_.bytes(up_panels(shape_.width)), tokens, false);
-  take_turns(worker, 0, each, [&](const Node& node, int part) {
-    work.schedule.share(part_begin(node, part, each), part_begin(node, part + 1, each), share.tiles, piece);
+  const int each = turns(up_.bytes(up_panels(shape_.width)), tokens), workers = node_of(worker).count;
+  take_turns(worker, 0, workers * each, [&](int part) {
+    work.schedule.share(part_begin(workers, each, part), part_begin(workers, each, part + 1), share.tiles, piece);
   });
 }
 
-// Panels of down that belong to part `part` of the node. Pairs are not cut: half of one takes longer than half its time.
-Experts::Range Experts::down_part(const Node& node, int part, int tokens) const {
-  const Share& share = share_of(node.first);
-  const int each = down_turns(tokens), together = in_pairs(tokens) ? 2 : 1;
-  const auto begin = [&](int p) {
-    const int panels = p == node.count * each ? share.panels : int(share.panels * part_begin(node, p, each)) / together * together;
-    return share.first_panel + panels;
-  };
-  return {begin(part), begin(part + 1)};
+Pieces Experts::down_pieces(const Node& node, int tokens) const {
+  return {share_of(node.first).panels, node.count, turns(down_.bytes(size_t(panel_count(shape_.hidden))), tokens), in_pairs(tokens)};
 }
-
-int Experts::down_turns(int tokens) const { return turns(down_.bytes(size_t(panel_count(shape_.hidden))), tokens, true); }
 
 // The beginning of what a worker reads first after the barrier, while it waits there.
 void Experts::fetch_down(int tokens, int worker) const {
-  const auto& groups = engine_->work.schedule.groups();
-  const Pool& pool = engine_->pool();
-  const Node& node = pool.nodes()[size_t(pool.node_of(worker))];
-  const Range range = down_part(node, worker - node.first, tokens);
-  if (groups.empty() || range.begin == range.end) return;
-  const Panels panels = packed(share_of(worker), groups.front().expert, true);
-  for (size_t i = 0; i < std::min(kFetchFirst, down_.codes); i += 64) __builtin_prefetch(panels.codes + size_t(range.begin) * down_.codes + i);
-  for (size_t i = 0; i < std::min(kFetchFirst, down_.scales); i += 64) __builtin_prefetch(panels.scales + size_t(range.begin) * down_.scales + i);
+  const auto& work = engine_->work;
+  const auto& groups = work.schedule.groups();
+  const Node& node = node_of(worker);
+  const Share& share = share_of(worker);
+  const Piece piece = down_pieces(node, tokens).at(worker - node.first);
+  if (groups.empty() || piece.begin == piece.end) return;
+  const Panels panels = packed(share, groups[work.schedule.group_at(piece.run, piece.runs)].expert, true);
+  const size_t panel = size_t(share.first_panel + piece.begin);
+  for (size_t i = 0; i < std::min(kFetchFirst, down_.codes); i += 64) __builtin_prefetch(panels.codes + panel * down_.codes + i);
+  for (size_t i = 0; i < std::min(kFetchFirst, down_.scales); i += 64) __builtin_prefetch(panels.scales + panel * down_.scales + i);
 }
 
-// A part is some panels of the output, to which the experts are added in ascending order, so a token's sum
-// depends neither on the number of threads nor on the other tokens.
+// A piece is some panels of the output, to which experts are added in ascending order, so a token's sum depends neither
+// on the number of threads nor on the other tokens.
 void Experts::down(const Forward& call, int64_t first, int tokens, int worker) {
-  take_turns(worker, 1, down_turns(tokens), [&](const Node& node, int part) {
-    down_panels(call, first, tokens, worker, down_part(node, part, tokens));
+  const Pieces pieces = down_pieces(node_of(worker), tokens);
+  take_turns(worker, 1, pieces.count(), [&](int part) {
+    const Piece piece = pieces.at(part);
+    if (piece.begin == piece.end) return;
+    auto& ended = engine_->runs[size_t(share_of(worker).first_panel + piece.begin)];
+    // Whoever has the run before took it earlier, so it ends without this worker.
+    engine_->pool().wait_until([&] { return ended.load(std::memory_order_acquire) == piece.run; });
+    down_piece(call, first, tokens, worker, piece);
+    ended.store(piece.run + 1, std::memory_order_release);
   });
 }
 
-void Experts::down_panels(const Forward& call, int64_t first, int tokens, int worker, Range range) {
-  const auto [begin, end] = range;
-  if (begin == end) return;
+void Experts::down_piece(const Forward& call, int64_t first, int tokens, int worker, const Piece& piece) {
   auto& work = engine_->work;
-  const int split = split_of(call);
-  for (int t = 0; t < tokens; ++t)
-    memset(work.out.data() + (size_t(t) * size_t(out_stride_) + size_t(begin) * kColumns) * 4, 0, size_t(end - begin) * kColumns * 4);
-  for (const Schedule::Group& g : work.schedule.groups()) {
+  const Share& share = share_of(worker);
+  const int split = split_of(call), begin = share.first_panel + piece.begin, end = share.first_panel + piece.end;
+  if (piece.run == 0) {
+    for (int t = 0; t < tokens; ++t)
+      memset(work.out.data() + (size_t(t) * size_t(out_stride_) + size_t(begin) * kColumns) * 4, 0, size_t(end - begin) * kColumns * 4);
+  }
+  const auto& groups = work.schedule.groups();
+  const size_t until = work.schedule.group_at(piece.run + 1, piece.runs);
+  for (size_t i = work.schedule.group_at(piece.run, piece.runs); i < until; ++i) {
+    const Schedule::Group& g = groups[i];
     Down args;
     const int rows = (g.end - g.begin) * split;
-    args.product = {packed(share_of(worker), g.expert, true), &down_, begin, end - begin, work.act_rows.data() + g.begin * split,
+    args.product = {packed(share, g.expert, true), &down_, begin, end - begin, work.act_rows.data() + g.begin * split,
                     rows, split, engine_->scratch(worker), engine_->batch_invariant(), act_in_tiles(rows)};
-    if (&g != &work.schedule.groups().back()) read_next(args.product, packed(share_of(worker), (&g + 1)->expert, true), begin);
+    if (i + 1 < until) read_next(args.product, packed(share, groups[i + 1].expert, true), begin);
     args.scale = global_[size_t(g.expert) * 3 + 2];
     args.columns = vector(columns_, g.expert, Part::down);
     args.bias = vector(bias_, g.expert, Part::down);
@@ -376,6 +376,7 @@ void Experts::down_panels(const Forward& call, int64_t first, int tokens, int wo
     args.out = work.out_rows.data() + g.begin;
     kernels_.down(args);
   }
+  if (piece.run + 1 < piece.runs) return;
   for (int t = 0; t < tokens; ++t)
     store_row(call, first + t, begin * kColumns, std::min(end * kColumns, shape_.hidden));
 }
@@ -447,7 +448,7 @@ void Experts::pass(const Forward& call, int64_t first, int tokens) {
   Pool& pool = engine_->pool();
   const bool together = tokens >= 4 * pool.size();  // few rows: the caller alone is faster than a barrier
   if (!together) load_rows(call, first, 0, tokens);
-  engine_->reset_turns();
+  engine_->reset_turns(panel_count(shape_.hidden));
   pool.run([&](int w) {
     if (together) {
       load_rows(call, first, tokens * w / pool.size(), tokens * (w + 1) / pool.size());
@@ -464,7 +465,7 @@ void Experts::forward(const Forward& call) {
   const auto held = engine_->lock();
   const FlushSubnormals flush;
   const int64_t start = now_ns();
-  engine_->pool().stay_awake(0);
+  engine_->pool().stay_awake(call.awake_us);
   if (engine_->places()) engine_->pool().bring_caller();
   for (int64_t first = 0; first < call.tokens; first += kMaxTokens)
     pass(call, first, int(std::min<int64_t>(kMaxTokens, call.tokens - first)));

@@ -9,6 +9,7 @@
 
 #include "kernels.h"
 #include "memory.h"
+#include "moe/pieces.h"
 #include "moe/pool.h"
 #include "moe/schedule.h"
 #include "pack.h"
@@ -52,12 +53,14 @@ class Engine {
   // machine that others use, too, are not equally fast. Which worker computes a part changes no result.
   struct alignas(64) Turn { std::atomic<int> next; };
   std::unique_ptr<Turn[]> turns;  // of gate and up, then of down; per node
-  void reset_turns();
+  std::unique_ptr<std::atomic<int>[]> runs;  // that have ended, of the panels of down that begin at the index
+  void reset_turns(int panels);
 
   struct Stats { int64_t calls = 0, tokens = 0, busy_ns = 0; } stats;
 
  private:
   const Kernels& kernels_;
+  int most_panels_ = 0;
   bool huge_, place_, batch_invariant_;
   Pool pool_;
   Buffer scratch_;  // of the kernels, per worker
@@ -79,6 +82,7 @@ struct Forward {
   Type out_type;
   float scale;         // routed scaling factor, applied once to the sum
   bool weight_on_input;
+  int awake_us = 0;    // how long the workers may wait for the next call awake, if that is longer than usual
 };
 
 // What one NUMA node holds of every expert: tiles of gate and up, panels of down. So a worker reads weights of its own
@@ -114,6 +118,7 @@ class Experts {
 
  private:
   void place();
+  const Node& node_of(int worker) const { return engine_->pool().nodes()[size_t(engine_->pool().node_of(worker))]; }
   const Share& share_of(int worker) const { return shares_[size_t(engine_->pool().node_of(worker))]; }
   Panels packed(const Share& share, int expert, bool down) const;
   Matrix matrix(const Share& share, int expert, Part part) const;
@@ -124,16 +129,13 @@ class Experts {
   void load_rows(const Forward& call, int64_t first, int begin, int end);
   static void read_next(Product& product, const Panels& panels, int panel);
   bool in_pairs(int tokens) const;
-  int turns(size_t bytes, int tokens, bool down) const;
-  static double part_begin(const Node& node, int part, int each);
-  template <class Body> void take_turns(int worker, int phase, int each, const Body& body);
+  int turns(size_t bytes, int tokens) const;
+  template <class Body> void take_turns(int worker, int phase, int parts, const Body& body);
   void gate_up(const Forward& call, int tokens, int worker);
   void down(const Forward& call, int64_t first, int tokens, int worker);
-  struct Range { int begin, end; };
-  Range down_part(const Node& node, int part, int tokens) const;
-  int down_turns(int tokens) const;
+  Pieces down_pieces(const Node& node, int tokens) const;
   void fetch_down(int tokens, int worker) const;
-  void down_panels(const Forward& call, int64_t first, int tokens, int worker, Range panels);
+  void down_piece(const Forward& call, int64_t first, int tokens, int worker, const Piece& piece);
   void store_row(const Forward& call, int64_t row, int begin, int end);
   int columns(Part part) const { return part == Part::down ? shape_.hidden : shape_.width; }
   size_t vector_at(int expert, Part part) const;

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "cpu.h"
+
 namespace lk {
 
 // A counter that threads can wait on: spin, then futex.
@@ -61,6 +63,14 @@ class Pool {
   // the lowest worker threw that threw at all; the pool is as good as new after it.
   template <class Body> void run(const Body& body) {
     start([](const void* context, int worker) { (*static_cast<const Body*>(context))(worker); }, &body);
+  }
+  // Inside a run, until another worker has done something short of which it will not wait itself; throws where one failed.
+  template <class Done> void wait_until(const Done& done) const {
+    for (int spins = 0; !done(); ++spins) {
+      if (failed_.load(std::memory_order_acquire)) throw Left();
+      if (spins < 10000) relax();
+      else std::this_thread::yield();  // more threads than processors
+    }
   }
   void barrier();  // inside a run: waits for all workers; throws where one has failed, so keep nothing half done across it
 

@@ -44,6 +44,16 @@ class Schedule {
     }
   }
 
+  // The first group of run `run` of `runs` that cost about the same.
+  size_t group_at(int run, int runs) const {
+    if (run == runs) return groups_.size();
+    const int64_t from = cost_ * run / runs;
+    int64_t at = 0;
+    size_t i = 0;
+    for (; i < groups_.size() && at < from; ++i) at += cost(groups_[i].end - groups_[i].begin);
+    return i;
+  }
+
   // What all groups cost together, in readings of one tile: with one row each, their number.
   double readings() const { return double(cost_) / double(cost(1)); }
 

@@ -72,7 +72,7 @@ template <class F, class I, class Epilogue> class TileProduct {
       const Block now = next;
       next = after(now);
       prepare(next, (count + 1) & 1, row_pairs_ * now.steps);
-      if (now.step == 0) which_sums_ ^= 1;
+      if (now.step == 0 && now.steps < steps_) which_sums_ ^= 1;
       if (now.panels == kPair) multiply<kPair>(now, count & 1);
       else multiply<1>(now, count & 1);
     }
@@ -187,7 +187,14 @@ template <class F, class I, class Epilogue> class TileProduct {
     if constexpr (kStoredAsUsed) return a_.panels.codes + size_t(b.panel + p) * layout_.codes;
     return scratch_.weights(which) + size_t(p * kMostBlock) * kStepBytes;
   }
-  float* sums(int row, int p) const { return scratch_.sums(which_sums_) + (size_t(row) * kPair + size_t(p)) * lk::kColumns; }
+  // Where the sums of a pair of row tiles go: in one block nobody asks for them after the epilogue, so two pairs take
+  // turns in a place that an L1 keeps.
+  float* next_sums(int row) {
+    constexpr size_t kRow = kPair * lk::kColumns;
+    if (block_steps_ < steps_) return scratch_.sums(which_sums_) + size_t(row) * kRow;
+    which_sums_ ^= 1;
+    return scratch_.sums(0) + size_t(which_sums_) * 2 * kTileRows * kRow;
+  }
   static constexpr ptrdiff_t kSumStride = kPair * lk::kColumns * sizeof(float);
 
   // Scales that are not folded, where the layout has them.
@@ -195,7 +202,6 @@ template <class F, class I, class Epilogue> class TileProduct {
   bool scaled() const { return kMayScale && layout_.scale != lk::Scale::none; }
 
   template <int P> void multiply(const Block& b, int which) {
-    if (scaled() && b.step == 0) __builtin_memset(sums(0, 0), 0, size_t(rows_) * kSumStride);
     for (int row = 0; row < rows_; row += 2 * kTileRows) {
       if (rows_ - row > kTileRows) multiply_rows<P, 2>(b, which, row);
       else multiply_rows<P, 1>(b, which, row);
@@ -207,38 +213,39 @@ template <class F, class I, class Epilogue> class TileProduct {
     const uint8_t *weights[P], *x[M];
     for (int p = 0; p < P; ++p) weights[p] = tiles(b, which, p);
     for (int m = 0; m < M; ++m) x[m] = row_tile(row + m * kTileRows);
+    float* const sums = next_sums(row);
     if (kMayScale && scaled()) {
-      if constexpr (kMayScale) multiply_runs<P, M>(b, weights, x, row);
+      if constexpr (kMayScale) multiply_runs<P, M>(b, weights, x, row, sums);
     } else {
       if (b.step == 0) clear<P, M>();
-      else load_sums<P, M>(sums(row, 0));
+      else load_sums<P, M>(sums);
       for (int s = 0; s < b.steps; ++s) step<P, M>(weights, s, x, b.step + s);
-      store_sums<P, M>(sums(row, 0));
+      store_sums<P, M>(sums);
     }
     finish_rest();
-    if (whole) finish_later(b, row);
+    if (whole) finish_later(b, row, sums);
   }
 
   // Runs of k under one scale: summed in tiles, then added in float32.
-  template <int P, int M> void multiply_runs(const Block& b, const uint8_t* const (&weights)[P], const uint8_t* const (&x)[M], int row) {
+  template <int P, int M> void multiply_runs(const Block& b, const uint8_t* const (&weights)[P], const uint8_t* const (&x)[M], int row, float* sums) {
     const int per_group = layout_.group / lk::kUnit, end = b.step + b.steps;
+    const int some = rows_ - row < M * kTileRows ? rows_ - row : M * kTileRows;
+    if (b.step == 0) __builtin_memset(sums, 0, size_t(some) * kSumStride);
     for (int s = b.step; s < end;) {
       const int group = s / per_group, until = (group + 1) * per_group < end ? (group + 1) * per_group : end;
       const bool opens = s == group * per_group;
       clear<P, M>();
       for (; s < until; ++s) step<P, M>(weights, s - b.step, x, s);
       store_sums<P, M>(scratch_.run());
-      const int some = rows_ - row < M * kTileRows ? rows_ - row : M * kTileRows;
 #pragma GCC unroll 2
-      for (int p = 0; p < P; ++p) add_run(b.panel + p, p, group, row, some, opens);
+      for (int p = 0; p < P; ++p) add_run(b.panel + p, p, group, row, some, opens, sums + p * lk::kColumns);
     }
   }
 
-  void add_run(int panel, int p, int group, int row, int some, bool opens) {
+  void add_run(int panel, int p, int group, int row, int some, bool opens, float* to) {
     const auto scale = decoder_.scale(layout_.scale, a_.panels.scales + size_t(panel) * layout_.scales +
                                                          size_t(group) * size_t(lk::kScaleBytes[int(layout_.scale)]));
     const float* from = scratch_.run() + p * lk::kColumns;
-    float* to = sums(row, p);
     if (F::kZeros && layout_.zeros && opens) {
       const uint8_t* zeros = a_.panels.zeros + size_t(panel) * layout_.zeros + size_t(group) * lk::kColumns;
       const auto offset = I::mul(I::signed_bytes(zeros), scale);
@@ -303,13 +310,13 @@ template <class F, class I, class Epilogue> class TileProduct {
   }
 
   // All k of some rows are summed: split rows become one, and every tile goes to the epilogue.
-  void finish_later(const Block& b, int row) {
+  void finish_later(const Block& b, int row, const float* sums) {
     const int some = rows_ - row < 2 * kTileRows ? rows_ - row : 2 * kTileRows;
     behind_ = {some / a_.split, b.steps};
     behind_panel_ = b.panel;
     behind_panels_ = b.panels;
     behind_row_ = (first_ + row) / a_.split;
-    behind_sums_ = sums(row, 0);
+    behind_sums_ = sums;
     for (int i = 0; i < kExpectRows && i < behind_.items; ++i) expect(behind_row_ + i);
   }
   void expect(int row) const {

@@ -18,12 +18,17 @@ namespace {
 constexpr int kTickMs = 50;
 constexpr uint32_t kLooksPerClock = 64;  // reading the clock takes as long as a look
 constexpr size_t kMostLayers = 4096;
+constexpr int64_t kAwakeShare = 8, kMostAwakeNs = 5'000'000;  // of the time of an answer
 
 int64_t now_ns() {
   timespec t;
   clock_gettime(CLOCK_MONOTONIC, &t);
   return int64_t(t.tv_sec) * 1'000'000'000 + t.tv_nsec;
 }
+
+// What the GPU does between two layers grows with the batch, as the experts do: a prompt's takes a millisecond or two, and
+// then all workers would be woken for every layer.
+int awake_us(int64_t last_ns) { return int(std::min<int64_t>(last_ns / kAwakeShare, kMostAwakeNs) / 1000); }
 
 void sleep_us(int us) {
   const timespec t{us / 1'000'000, (us % 1'000'000) * 1000L};
@@ -126,13 +131,13 @@ void Handover::answer(uint64_t request) {
     if (rows > 0)
       layer.experts->forward({buffers_.x, stride, layer.type, rows,
                               {buffers_.ids, layer.top_k * 4, false, buffers_.weights, layer.top_k * 4, layer.top_k},
-                              buffers_.out, stride, layer.type, layer.scale, layer.weight_on_input});
+                              buffers_.out, stride, layer.type, layer.scale, layer.weight_on_input, awake_us(last_ns_)});
   } catch (const std::exception& error) {
     broken_ = true;
     fail(int(number), error.what());
     return;
   }
-  const int64_t spent = now_ns() - start;
+  const int64_t spent = last_ns_ = now_ns() - start;
   control.done.store(request, std::memory_order_release);
   calls_.fetch_add(1, std::memory_order_relaxed);
   rows_.fetch_add(rows, std::memory_order_relaxed);

@@ -92,6 +92,7 @@ class Handover {
 
   std::vector<int> cpus_;
   int cpu_, spin_us_, patience_ms_;
+  int64_t last_ns_ = 0;  // what the answer before took
   Buffers buffers_{};
   std::atomic<Control*> control_{nullptr};
   std::vector<Layer> layers_;  // never moves: answers read it while layers are added

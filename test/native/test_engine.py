@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import sys
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import reference
 import sgl_kernel_ext as ext
-from native import CODINGS, ISAS, assert_bits_equal, build, engine, run
+from native import CODINGS, ISAS, assert_bits_equal, build, engine, run, sleeps_of_worker
 
 
 def test_the_best_supported_isa_is_chosen_and_every_supported_one_can_be_forced():
@@ -185,14 +184,6 @@ def test_an_idle_engine_uses_no_cpu():
     before = time.process_time()
     time.sleep(1.0)
     assert time.process_time() - before < 0.05
-
-
-def sleeps_of_worker(task: str) -> int:
-    """How often a thread has gone to sleep by itself; 0 for other threads, and for one that has just ended."""
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-        lines = dict(line.split(":\t", 1) for line in open(f"/proc/self/task/{task}/status") if ":\t" in line)
-        return int(lines["voluntary_ctxt_switches"]) if lines["Name"] == "lk-worker\n" else 0
-    return 0
 
 
 def test_threads_stay_awake_between_two_tensors_and_sleep_soon_after_the_last():

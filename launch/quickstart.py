@@ -1,8 +1,8 @@
 """The quick start: environment, two checkpoints of one model, three servers, one table.
 
 Stock BF16, hybrid BF16 and hybrid 4-bit answer the same prompts with the same flags; the exit status is 0 only if
-all three give the expected tokens wherever the margin leaves no doubt. Rates are measured while nothing else of ours
-runs; the next server starts while the current one answers the prompts that are not timed.
+all three give the expected tokens wherever the margin leaves no doubt. One server runs at a time: on two cores the
+threads of one wait so long for what another's start takes that starting ahead saves nothing.
 """
 
 import json
@@ -41,7 +41,7 @@ def load_prompts() -> list[Prompt]:
 
 
 def chosen_ports() -> list[int]:
-    """Two ports, because two servers overlap: free ones, or ``QUICKSTART_PORT`` and the next."""
+    """Two ports in turn, so that no server waits until the one before has freed its own: free ones, or ``QUICKSTART_PORT`` and the next."""
     text = os.environ.get("QUICKSTART_PORT", "")
     if not text:
         return machine.free_ports(2)
@@ -121,8 +121,8 @@ def answer_rest(port: int, prompts: list[Prompt]) -> list[client.Answer]:
     return answers
 
 
-def use(session: Session, index: int, running: server.Server) -> tuple[Run, server.Server | None]:
-    """Measures a server that has started, starts the next one, asks the rest, and ends it."""
+def use(session: Session, running: server.Server) -> Run:
+    """Waits for a server, measures it, asks the rest, and ends it."""
     running.wait()
     session.steps[f"start of {running.label}"] = running.ready_s
     run, begin = Run(label=running.label, start_s=running.ready_s), time.monotonic()
@@ -132,14 +132,13 @@ def use(session: Session, index: int, running: server.Server) -> tuple[Run, serv
     timed, run.decode = measure_decode(running.port, sure)
     stream = [token for prompt in session.prompts for token in prompt.ids]
     run.prefill_one, run.prefill_many = measure_prefill(running.port, stream * 2)
-    following = start_server(session, index + 1) if index + 1 < len(PLAN) else None
     others = answer_rest(running.port, rest)
     by_text = {prompt.text: answer.ids for prompt, answer in zip(sure + rest, timed + others, strict=True)}
     run.ids = [by_text[prompt.text] for prompt in session.prompts]
     run.prompts_s = time.monotonic() - begin
     session.steps[f"prompts of {running.label}"] = run.prompts_s
     running.stop()
-    return run, following
+    return run
 
 
 def show(runs: list[Run], session: Session, total: float) -> bool:
@@ -167,10 +166,7 @@ def quickstart() -> bool:
     mark = time.monotonic()
     write_models(session)
     session.steps["checkpoints"] = time.monotonic() - mark
-    runs, current = [], start_server(session, 0)
-    for index in range(len(PLAN)):
-        run, current = use(session, index, current)
-        runs.append(run)
+    runs = [use(session, start_server(session, index)) for index in range(len(PLAN))]
     return show(runs, session, time.monotonic() - begin)
 
 

@@ -81,7 +81,7 @@ def results(runs: list[Run], prompts: list[Prompt]) -> str:
 
 
 def spent(steps: dict[str, float], total: float) -> str:
-    """Where the time went; steps that overlap add up to more than the total."""
+    """Where the time went."""
     rows = [["where the time went", "s"], *([name, f"{seconds:.1f}"] for name, seconds in steps.items())]
     rows.append(["total", f"{total:.1f}"])
     return table(rows)

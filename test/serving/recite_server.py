@@ -21,7 +21,7 @@ from pathlib import Path
 from launch import processes
 
 FLAGS = (
-    "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--skip-server-warmup",
+    "--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--skip-server-warmup", "--sleep-on-idle",
     "--context-length", "512", "--max-total-tokens", "8192", "--max-running-requests", "16", "--chunked-prefill-size", "64",
 )  # fmt: skip
 
@@ -85,6 +85,15 @@ def _ask(port: int, method: str, path: str, body: str | None = None, timeout: fl
         return response.status, response.read()
     finally:
         connection.close()
+
+
+def cpu_seconds(root: int) -> float:
+    """Processor time of a process and all below it, so far."""
+    ticks = 0
+    for pid in {root} | processes.descendants(root):
+        with contextlib.suppress(OSError):  # it has just ended
+            ticks += sum(map(int, Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]))
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def memory_mb(root: int) -> dict[str, float]:

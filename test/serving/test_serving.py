@@ -96,3 +96,12 @@ def test_clients_that_hang_up_leave_nothing_behind_and_harm_nobody(server):
         thread.join()
     assert recite_server.comes_to_rest(server.port)
     assert ask(server, ids, 48)["output_ids"] == expected
+
+
+def test_a_server_that_nobody_asks_leaves_the_processors_to_others(server):
+    """Its workers sleep, and so does upstream's scheduler with ``--sleep-on-idle``, without which it takes a core."""
+    assert recite_server.comes_to_rest(server.port)
+    time.sleep(1)
+    before = recite_server.cpu_seconds(server.pid)
+    time.sleep(4)
+    assert recite_server.cpu_seconds(server.pid) - before < 1

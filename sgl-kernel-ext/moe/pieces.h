@@ -46,7 +46,7 @@ class Pieces {
 
  private:
   static constexpr int kRuns = 4;   // 3 and 6 are as good
-  static constexpr int kShort = 5;  // at least such a part of the work is in short pieces, and a pair for every worker
+  static constexpr int kShort = 5;  // at least a fifth of the pairs become short pieces, and as many as there are workers
   int begin(int part) const {
     return part == workers_ * each_ ? panels_ : int(panels_ * part_begin(workers_, each_, part)) / together_ * together_;
   }

@@ -64,7 +64,7 @@ class Pool {
   template <class Body> void run(const Body& body) {
     start([](const void* context, int worker) { (*static_cast<const Body*>(context))(worker); }, &body);
   }
-  // Inside a run, until another worker has done something short of which it will not wait itself; throws where one failed.
+  // Inside a run: waits until another worker has got so far, which must not hang on this one; throws where one has failed.
   template <class Done> void wait_until(const Done& done) const {
     for (int spins = 0; !done(); ++spins) {
       if (failed_.load(std::memory_order_acquire)) throw Left();

@@ -280,7 +280,7 @@ int Experts::turns(size_t bytes, int tokens) const {
   return std::clamp(int(engine_->work.schedule.readings() * double(bytes) / workers / kTurnBytes), 1, most);
 }
 
-// body(node, part) for those of the node's parts that are the worker's turn; at least one per worker.
+// body(part) for those of the parts of the worker's node that are its turn.
 template <class Body> void Experts::take_turns(int worker, int phase, int parts, const Body& body) {
   const Pool& pool = engine_->pool();
   const int index = pool.node_of(worker);
@@ -330,8 +330,9 @@ void Experts::fetch_down(int tokens, int worker) const {
   const Node& node = node_of(worker);
   const Share& share = share_of(worker);
   const Piece piece = down_pieces(node, tokens).at(worker - node.first);
-  if (groups.empty() || piece.begin == piece.end) return;
-  const Panels panels = packed(share, groups[work.schedule.group_at(piece.run, piece.runs)].expert, true);
+  const size_t group = work.schedule.group_at(piece.run, piece.runs);
+  if (group == groups.size() || piece.begin == piece.end) return;
+  const Panels panels = packed(share, groups[group].expert, true);
   const size_t panel = size_t(share.first_panel + piece.begin);
   for (size_t i = 0; i < std::min(kFetchFirst, down_.codes); i += 64) __builtin_prefetch(panels.codes + panel * down_.codes + i);
   for (size_t i = 0; i < std::min(kFetchFirst, down_.scales); i += 64) __builtin_prefetch(panels.scales + panel * down_.scales + i);

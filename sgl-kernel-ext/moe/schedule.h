@@ -44,7 +44,8 @@ class Schedule {
     }
   }
 
-  // The first group of run `run` of `runs` that cost about the same.
+  // The first group of run `run` of `runs` that cost about the same, of which some may be empty; the number of groups behind
+  // the last.
   size_t group_at(int run, int runs) const {
     if (run == runs) return groups_.size();
     const int64_t from = cost_ * run / runs;

@@ -1,8 +1,8 @@
 """The quick start: environment, two checkpoints of one model, three servers, one table.
 
 Stock BF16, hybrid BF16 and hybrid 4-bit answer the same prompts with the same flags; the exit status is 0 only if
-all three give the expected tokens wherever the margin leaves no doubt. One server runs at a time: on two cores the
-threads of one wait so long for what another's start takes that starting ahead saves nothing.
+all three give the expected tokens wherever the margin leaves no doubt. One server runs at a time: to
+start the next one ahead saves nothing on two cores, where it slows the threads of the one that still answers.
 """
 
 import json
@@ -41,7 +41,7 @@ def load_prompts() -> list[Prompt]:
 
 
 def chosen_ports() -> list[int]:
-    """Two ports in turn, so that no server waits until the one before has freed its own: free ones, or ``QUICKSTART_PORT`` and the next."""
+    """Two in turn, so that no server waits for the one before to free its own: free ones, or ``QUICKSTART_PORT`` and the next."""
     text = os.environ.get("QUICKSTART_PORT", "")
     if not text:
         return machine.free_ports(2)

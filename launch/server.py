@@ -2,11 +2,10 @@
 
 The flags keep start-up short and the comparison fair: a small KV cache (upstream's default fills the memory), no
 warm-up request of its own, and no radix cache, so that a repeated prompt is computed again. A scheduler with nothing to do
-sleeps; else it takes a core for itself (a second server beside an idle one took 134 s instead of 2.6 for 16 prompts, on two
-cores). Activations are ``float32``
-on a CPU and ``float16`` on a GPU, whose kernels upstream does not have in float32: the weights are exact in both, and
-greedy tokens do not hang on the rounding of logits (bf16 logits near 40 are 0.25 apart, which is more than the margin
-between many best and second-best tokens).
+sleeps; else it takes a core for itself (on two cores 16 prompts took 134 s beside an idle server instead of 2.6).
+Activations are ``float32`` on a CPU and ``float16`` on a GPU, whose kernels upstream does not have in float32: the weights
+are exact in both, and greedy tokens do not hang on the rounding of logits (bf16 logits near 40 are 0.25 apart, which is
+more than the margin between many best and second-best tokens).
 """
 
 import http.client

@@ -21,18 +21,20 @@ REQUEST, LAYER, DONE, ABORT, EXPIRED = 0, 8, 64, 72, 128  # offsets of Control
 class Gpu:
     """Memory as the two ends share it, and what the kernels do with it."""
 
-    def __init__(self, *, layers=1, patience_ms=30_000, rows=ROWS, dtype=np.uint16, spin_us=2000, **options):
-        rng = np.random.default_rng(layers)
-        self.layers = [build(reference.random_layer("bf16", EXPERTS, HIDDEN, WIDTH, rng)) for _ in range(layers)]
+    def __init__(self, *, layers=1, patience_ms=30_000, rows=ROWS, hidden=HIDDEN, top_k=TOP_K, dtype=np.uint16, spin_us=2000, **options):
+        if isinstance(layers, int):
+            rng = np.random.default_rng(layers)
+            layers = [build(reference.random_layer("bf16", EXPERTS, hidden, WIDTH, rng)) for _ in range(layers)]
+        self.layers = layers
         self.native = ext.Handover([sorted(os.sched_getaffinity(0))[0]], spin_us=spin_us, patience_ms=patience_ms)
-        self.control, self.x = aligned(256, np.uint8), aligned((rows, HIDDEN), dtype)
-        self.ids, self.weights = aligned((rows, TOP_K), np.int32), aligned((rows, TOP_K), np.float32)
-        self.out = aligned((rows, HIDDEN), dtype)
+        self.control, self.x = aligned(256, np.uint8), aligned((rows, hidden), dtype)
+        self.ids, self.weights = aligned((rows, top_k), np.int32), aligned((rows, top_k), np.float32)
+        self.out = aligned((rows, hidden), dtype)
         self.request = 0
         self.bind()
         name = {np.uint16: "bf16", np.float16: "f16", np.float32: "f32"}[dtype]
         for i, experts in enumerate(self.layers):
-            assert self.native.add(f"model.layers.{i}", experts, TOP_K, name, **options) == i
+            assert self.native.add(f"model.layers.{i}", experts, top_k, name, **options) == i
 
     def bind(self):
         self.native.bind(
@@ -274,40 +276,23 @@ def comm(task: str) -> str:
         return ""
 
 
-def test_workers_stay_awake_between_the_layers_of_a_prompt():
+def test_workers_stay_awake_between_the_layers_of_a_prompt(made):
     """The GPU takes a millisecond or two there, which is longer than workers wait awake for small batches."""
-    cpus = sorted(os.sched_getaffinity(0))
-    made = ext.Experts(ext.Engine([cpus[0], cpus[-1]], spin_us=20), "bf16", 1, 1024, 1024)
-    rows, gap_s = 256, 300e-6
-    x, out = aligned((rows, 1024), np.uint16), aligned((rows, 1024), np.uint16)
-    ids, weights = aligned((rows, 1), np.int32), aligned((rows, 1), np.float32)
-    x[:], ids[:], weights[:], control = 0, 0, 1, aligned(256, np.uint8)
-    handover = ext.Handover([cpus[0]], patience_ms=30_000)
-    sizes = {"x_bytes": x.nbytes, "out_bytes": out.nbytes, "routes": ids.size, "owner": made}
-    handover.bind(control=address(control), x=address(x), ids=address(ids), weights=address(weights), out=address(out), **sizes)
-    handover.add("a prompt's", made, 1, "bf16")
-    number = ctypes.c_uint64.from_address(address(control) + REQUEST)
-    done = ctypes.c_uint64.from_address(address(control) + DONE)
-    ctypes.c_uint32.from_address(address(control) + LAYER + 4).value = rows
-
-    def ask():
-        number.value += 1
-        while done.value != number.value:
-            time.sleep(0)
+    cpus, rows = sorted(os.sched_getaffinity(0)), 256
+    experts = ext.Experts(ext.Engine([cpus[0], cpus[-1]], spin_us=20), "bf16", 1, 1024, 1024)
+    gpu = made(layers=[experts], rows=rows, hidden=1024, top_k=1)
+    given = np.zeros((rows, 1024), np.uint16), np.zeros((rows, 1), np.int32), np.ones((rows, 1), np.float32)
 
     def sleeps(call, times=15):
         call()
         before = sum(map(sleeps_of_worker, os.listdir("/proc/self/task")))
         for _ in range(times):
-            until = time.perf_counter() + gap_s
+            until = time.perf_counter() + 300e-6
             while time.perf_counter() < until:
                 pass
             call()
         return sum(map(sleeps_of_worker, os.listdir("/proc/self/task"))) - before
 
-    try:
-        direct = min(sleeps(lambda: run(made, x, ids, weights)) for _ in range(2))
-        # A busy machine keeps the others away for longer: the quietest of some rounds counts.
-        assert min(sleeps(ask) for _ in range(8)) < direct / 2
-    finally:
-        handover.close()
+    direct = min(sleeps(lambda: run(experts, *given)) for _ in range(2))
+    # A busy machine keeps the others away for longer: the quietest of some rounds counts.
+    assert min(sleeps(lambda: gpu.ask(*given)) for _ in range(8)) < direct / 2

@@ -135,13 +135,14 @@ def cases(options: argparse.Namespace, vocabulary: int) -> list[Case]:
 
 
 def by_turns(case: Case, servers: Mapping[str, serving.Server], repeats: int) -> dict[str, list[float]]:
-    """Samples of every server; only the one that is measured has the processors. The first turn does not count."""
+    """Samples of every server, in another order every other turn; only the one that is measured has the processors. The first
+    turn does not count."""
     times: dict[str, list[float]] = {name: [] for name in servers}
     for turn in range(repeats + 1):
-        for name, server in servers.items():
-            server.go_on()
-            times[name].append(case.once(server, seed=turn, **case.sizes))
-            server.stop()
+        for name in list(servers)[:: -1 if turn % 2 else 1]:
+            servers[name].go_on()
+            times[name].append(case.once(servers[name], seed=turn, **case.sizes))
+            servers[name].stop()
     return {name: of_one[1:] for name, of_one in times.items()}
 
 

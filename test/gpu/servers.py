@@ -29,6 +29,7 @@ FLAGS = (
     "--device", "cuda", "--dtype", "float16", "--enable-fp32-lm-head", "--host", "127.0.0.1", "--skip-server-warmup",
     "--context-length", "512", "--max-total-tokens", "8192", "--max-running-requests", "32", "--chunked-prefill-size", "64",
     "--cuda-graph-max-bs-decode", "32", "--moe-runner-backend", "triton",
+    "--sleep-on-idle",  # several share the processors, and an idle scheduler would take one
 )  # fmt: skip
 
 
@@ -43,9 +44,9 @@ class Way:
 
 STOCK = Way("stock", {"LK_MOE_HYBRID_ENABLED": "0"})
 RESIDENT = Way("resident", {"LK_GPU_RESIDENT_MOE_LAYERS": "0-3"})
-CPU = Way("cpu")
+CPU = Way("cpu", flags=("--enable-metrics",))
 EAGER = Way("cpu, no graphs", flags=("--disable-cuda-graph",))
-FUNCTIONS = Way("cpu, host functions", {"LK_HF_MBOX": "0"})
+FUNCTIONS = Way("cpu, host functions", {"LK_HF_MBOX": "0"}, flags=("--enable-metrics",))
 MIXED = Way("mixed", {"LK_GPU_RESIDENT_MOE_LAYERS": "0,2"})
 TP = Way("cpu, two GPUs", flags=("--tp-size", "2"))
 MIXED_TP = Way("mixed, two GPUs", {"LK_GPU_RESIDENT_MOE_LAYERS": "1"}, flags=("--tp-size", "2"))
@@ -83,6 +84,18 @@ class Server:
         if status != 200:
             raise RuntimeError(f"{self.way.name}: status {status}: {data[:300]!r}")
         return json.loads(data)
+
+    def metric(self, name: str) -> float:
+        """Its sum over all ranks, once two looks further apart than the server's own saw the same."""
+        last, now = -1.0, self._metric(name)
+        while now != last:
+            time.sleep(2.5)
+            last, now = now, self._metric(name)
+        return now
+
+    def _metric(self, name: str) -> float:
+        lines = ask(self.port, "GET", "/metrics")[1].decode().splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name}{{"))
 
     def tail(self, size: int = 3000) -> str:
         return self.log.read_text(errors="replace")[-size:]

@@ -99,6 +99,30 @@ def test_a_block_may_have_many_rows_some_of_them_padding(make, blocks):
     assert torch.equal(found.cpu(), layer.forward(x, ids, weights)) and (found[::4] == 0).all()
 
 
+@pytest.mark.parametrize("mailbox", [True, False], ids=["mailbox", "host functions"])
+@pytest.mark.parametrize("rows", [6, 60])
+def test_a_graph_is_told_at_every_replay_how_many_rows_are_real(make, mailbox, rows):
+    """The others have experts, too, as upstream routes them; their numbers may be anything."""
+    hand, layer = make(mailbox=mailbox, rows=16), experts()  # 60 rows come in pieces
+    given = batch(rows)
+    on_gpu, real = cuda(given), torch.zeros(1, dtype=torch.int32, device="cuda")
+    hand.forward(layer, *on_gpu, name=NAME, real=real)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = hand.forward(layer, *on_gpu, name=NAME, real=real)
+    for count in (1, rows, rows // 2, 0, rows - 1, 20):
+        on_gpu[0].copy_(given[0])
+        on_gpu[0][count:] = float("nan")
+        out.fill_(float("nan"))
+        real.fill_(count)
+        before = hand.native.stats()["rows"]
+        graph.replay()
+        found, kept = out.cpu(), min(count, rows)
+        assert torch.equal(found[:kept], layer.forward(*(one[:kept] for one in given))) if kept else not found.any()
+        assert (found[kept:] == 0).all() and hand.native.stats()["rows"] - before == kept
+
+
 def test_requests_of_one_block_and_of_many_follow_each_other(make):
     hand, layer = make(), experts()
     given = [batch(rows, seed=i) for i, rows in enumerate([1, 64, 2, 200, 1, 1, 63, 3] * 20)]

@@ -51,6 +51,18 @@ def test_graphs_are_captured_beside_cpu_experts(running):
     assert "Capture cuda graph" in server(running, CPU).log.read_text() or "Capturing" in server(running, CPU).log.read_text()
 
 
+@pytest.mark.parametrize("way", [CPU, FUNCTIONS], ids=lambda way: way.name)
+@pytest.mark.parametrize("count", [1, 3, 5, 9])
+def test_what_pads_a_captured_batch_reaches_no_expert(running, way, count):
+    """Each layer computes a row for each token but an answer's last, which the next step may have computed before its end was
+    known. Captured are 1, 2, 4, 8, 12 …"""
+    asked, tokens, layers = server(running, way), 16, 4
+    before = asked.metric("sglang_lk_rows_total")
+    asked.tokens([[7]] * count, tokens)
+    rows = asked.metric("sglang_lk_rows_total") - before
+    assert count * tokens * layers <= rows <= count * (tokens + 1) * layers
+
+
 def test_a_server_that_is_stopped_as_a_whole_goes_on_with_the_right_answers(running):
     asked = server(running, CPU)
     with ThreadPoolExecutor(1) as pool:

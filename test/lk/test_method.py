@@ -495,20 +495,3 @@ def test_buffers_hold_the_largest_captured_batch_and_one_chunk(method, monkeypat
     graphs = SimpleNamespace(decode=SimpleNamespace(**decode))
     monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs)))
     assert method._largest_batch(SimpleNamespace(**args)) == rows
-
-
-@pytest.mark.parametrize("before, locked, after", [
-    (dict(backend="full", bs=[1, 2, 4, 8, 12]), (), list(range(1, 13))),
-    (dict(backend="full", bs=[1, 2, 4, 8, 16, 24, 32, 40]), (), [*range(1, 17), *range(18, 33, 2), 40]),
-    (dict(backend="full", bs=[1, 2, 4, 8]), [("decode", "bs")], [1, 2, 4, 8]),
-    (dict(backend="disabled", bs=[1, 2, 4, 8]), (), [1, 2, 4, 8]),
-    (dict(backend="full", bs=None), (), None),
-])  # fmt: skip
-def test_small_batches_get_a_graph_each_unless_the_user_chose(method, monkeypatch, before, locked, after):
-    from sglang.srt import runtime_context
-
-    graphs = SimpleNamespace(decode=SimpleNamespace(**before))
-    monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs)))
-    for _ in range(2):
-        method._graphs_of_more_sizes(SimpleNamespace(_cuda_graph_config_locked=set(locked)))
-    assert graphs.decode.bs == after

@@ -72,6 +72,9 @@ def test_every_patch_fits_the_upstream_of_this_build():
     layer = importlib.import_module("sglang.srt.layers.moe.fused_moe_triton.layer").FusedMoE
     for function in (runner.load_model, loader._prepare_weights, layer.__init__):
         assert function.__wrapped__.__module__ == function.__module__ and "lk/patches" in function.__code__.co_filename
+    backends = importlib.import_module("sglang.srt.model_executor.runner_backend")
+    for backend in (backends.FullCudaGraphBackend, backends.BreakableCudaGraphBackend):
+        assert all("lk/padding" in function.__code__.co_filename for function in (backend.capture_one, backend.replay))
 
 
 @pytest.mark.upstream

@@ -15,6 +15,7 @@ are created. With the switch off nothing here is imported and SGLang is stock. I
 - ``store``    the packed experts of one layer
 - ``kernels``  tensors in, native engine calls out
 - ``handover`` rows from the GPU to the CPU experts and back, inside CUDA graphs; ``driver`` builds and launches its kernels
+- ``padding``  how many rows of a captured batch are real
 - ``telemetry`` what the hand-over says of itself: a log line every so many steps, and metrics beside upstream's
 - ``method``   the wrapper around SGLang's quantization method: wiring only
 - ``patches``  the few places where SGLang is changed while it runs; ``cpu_models`` has those for models on a CPU,

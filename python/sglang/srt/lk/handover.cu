@@ -27,11 +27,13 @@ struct Rows {
   int row_bytes, words;    // words: rows may be copied 16 bytes at a time
 };
 
-// Ids are int32 or int64 (`wide`); a row whose ids are all negative is padding.
+// Ids are int32 or int64 (`wide`). A row whose ids are all negative is padding, and where `real` is not null so are the
+// rows from `*real` on of the batch whose row `first` is row 0 here.
 struct Routes {
   const char* ids; u64 ids_stride;  // bytes
   const char* weights; u64 weights_stride;
-  int rows, top_k, wide;
+  const int* real;
+  int rows, top_k, wide, first;
 };
 
 // Pinned memory: Buffers of handover.py.
@@ -54,13 +56,17 @@ static __device__ uint4 load_host(const char* from, int word) {  // past every c
   return v;
 }
 
-static __device__ int id_of(const Routes& routes, int row, int k) {
+// Rows that are not the padding of a captured batch: they come first.
+static __device__ int real_rows(const Routes& routes) { return routes.real ? *routes.real - routes.first : routes.rows; }
+
+static __device__ int id_of(const Routes& routes, int real, int row, int k) {
   const char* ids = routes.ids + row * routes.ids_stride;
-  return routes.wide ? (int)((const long long*)ids)[k] : ((const int*)ids)[k];
+  const int id = routes.wide ? (int)((const long long*)ids)[k] : ((const int*)ids)[k];
+  return row < real ? id : -1;  // after the load, which is then on its way with that of `real`
 }
 
 // The whole block: one row with its routes to the host, only the routes if it is padding. Whether it is routed.
-static __device__ bool send(const Rows& x, const Routes& routes, const Host& host, int row) {
+static __device__ bool send(const Rows& x, const Routes& routes, int real, const Host& host, int row) {
   const int words = x.words ? x.row_bytes / 16 : 0;
   const int a = threadIdx.x, b = threadIdx.x + blockDim.x;
   const uint4* from = (const uint4*)(x.data + row * x.stride);
@@ -70,7 +76,7 @@ static __device__ bool send(const Rows& x, const Routes& routes, const Host& hos
   if (b < words) second = from[b];
   int routed = 0;
   for (int k = threadIdx.x; k < routes.top_k; k += blockDim.x) {
-    const int id = id_of(routes, row, k);
+    const int id = id_of(routes, real, row, k);
     host.ids[row * routes.top_k + k] = id;
     host.weights[row * routes.top_k + k] = ((const float*)(routes.weights + row * routes.weights_stride))[k];
     routed |= id >= 0;
@@ -110,13 +116,15 @@ static __device__ void fill(const Rows& y, int row, u32 filler) {
 }
 
 extern "C" __global__ void __launch_bounds__(512) publish(Rows x, Routes routes, Host host) {
-  for (int row = blockIdx.x; row < routes.rows; row += gridDim.x) send(x, routes, host, row);
+  const int real = real_rows(routes);
+  for (int row = blockIdx.x; row < routes.rows; row += gridDim.x) send(x, routes, real, host, row);
 }
 
 extern "C" __global__ void __launch_bounds__(512) collect(Rows y, Routes routes, Host host) {
+  const int real = real_rows(routes);
   for (int row = blockIdx.x; row < routes.rows; row += gridDim.x) {
     int routed = 0;
-    for (int k = threadIdx.x; k < routes.top_k; k += blockDim.x) routed |= id_of(routes, row, k) >= 0;
+    for (int k = threadIdx.x; k < routes.top_k; k += blockDim.x) routed |= id_of(routes, real, row, k) >= 0;
     if (__syncthreads_or(routed)) receive(y, host, row);
     else fill(y, row, 0);
   }
@@ -181,8 +189,9 @@ extern "C" __global__ void __launch_bounds__(512) exchange(Rows x, Rows y, Route
     waited_before = *(volatile u64*)&state->waited_ns;
     aborted = *(volatile u32*)&state->aborted;
   }
+  const int real = real_rows(routes);
   for (int row = blockIdx.x, turn = 0; row < routes.rows; row += gridDim.x, ++turn) {
-    const bool sent = send(x, routes, host, row);
+    const bool sent = send(x, routes, real, host, row);
     if (threadIdx.x == 0) routed[turn] = sent;
   }
   __syncthreads();

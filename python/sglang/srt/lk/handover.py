@@ -43,8 +43,8 @@ class _Rows(ctypes.Structure):
 class _Routes(ctypes.Structure):
     """``Routes`` of handover.cu."""
 
-    _fields_ = [(name, ctypes.c_uint64) for name in ("ids", "ids_stride", "weights", "weights_stride")] + [
-        (name, ctypes.c_int) for name in ("rows", "top_k", "wide")
+    _fields_ = [(name, ctypes.c_uint64) for name in ("ids", "ids_stride", "weights", "weights_stride", "real")] + [
+        (name, ctypes.c_int) for name in ("rows", "top_k", "wide", "first")
     ]
 
 
@@ -146,9 +146,11 @@ class Handover:
         name: str,
         scale: float = 1.0,
         weight_on_input: bool = False,
+        real: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """``scale`` times the routed sums of ``x`` [tokens, hidden] on this GPU, in its type. Rows whose ids are all
-        negative are padding and come back as zeros."""
+        negative are padding and come back as zeros; so are, with ``real`` (int32 [1] on this GPU, read when the kernel
+        runs, so that a replay can be told another number), the rows from there on."""
         x, ids, weights = _columns(x), _columns(ids), _columns(weights.to(torch.float32))
         out = torch.empty((x.shape[0], experts.hidden), dtype=x.dtype, device=x.device)
         layer = self._layer(experts, name, x.dtype, ids.shape[1], scale, weight_on_input)
@@ -156,7 +158,8 @@ class Handover:
         self._captured = self._captured or torch.cuda.is_current_stream_capturing()
         for first in range(0, x.shape[0], layer.capacity):
             rows = min(layer.capacity, x.shape[0] - first)
-            self._hand_over(layer, *(tensor[first : first + rows] for tensor in (x, ids, weights, out)), stream=stream)
+            x_, ids_, weights_, out_ = (tensor[first : first + rows] for tensor in (x, ids, weights, out))
+            self._hand_over(layer, x_, _routes(ids_, weights_, real, first), out_, stream=stream)
         return out
 
     def check(self, experts: kernels.Experts, *, name: str, top_k: int, dtype: torch.dtype, **rest: Any) -> None:
@@ -171,10 +174,8 @@ class Handover:
             worst = (found.float() - expected.float()).abs().max().item()
             raise kernels.KernelError(f"Hybrid MoE: {name}: what came back from the CPU differs from a direct call by {worst}")
 
-    def _hand_over(
-        self, layer: "_Layer", x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, out: torch.Tensor, *, stream: int
-    ) -> None:
-        routes, given, wanted = _routes(ids, weights), _rows(x), _rows(out)
+    def _hand_over(self, layer: "_Layer", x: torch.Tensor, routes: _Routes, out: torch.Tensor, *, stream: int) -> None:
+        given, wanted = _rows(x), _rows(out)
         host = _Host(**self.buffers.address)
         launch = {"blocks": min(x.shape[0], self.blocks), "threads": THREADS, "stream": stream}
         if self.mailbox:
@@ -248,11 +249,12 @@ def _rows(data: torch.Tensor) -> _Rows:
     return _Rows(data=data.data_ptr(), stride=stride, row_bytes=row_bytes, words=words)
 
 
-def _routes(ids: torch.Tensor, weights: torch.Tensor) -> _Routes:
+def _routes(ids: torch.Tensor, weights: torch.Tensor, real: torch.Tensor | None, first: int) -> _Routes:
     return _Routes(
         ids=ids.data_ptr(), ids_stride=ids.stride(0) * ids.element_size(),
         weights=weights.data_ptr(), weights_stride=weights.stride(0) * weights.element_size(),
-        rows=ids.shape[0], top_k=ids.shape[1], wide=ids.dtype is torch.int64,
+        real=0 if real is None else real.data_ptr(), rows=ids.shape[0], top_k=ids.shape[1], wide=ids.dtype is torch.int64,
+        first=first,
     )
 
 

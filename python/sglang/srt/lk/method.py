@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
-from sglang.srt.lk import boot, compat, driver, formats, handover, kernels, loading, roles, telemetry
+from sglang.srt.lk import boot, compat, driver, formats, handover, kernels, loading, padding, roles, telemetry
 from sglang.srt.lk.formats import Geometry
 from sglang.srt.lk.store import LayerStore, Progress
 
@@ -28,9 +28,6 @@ PROBLEMS = (compat.Refusal, loading.LoadError, roles.RolesError, kernels.KernelE
 # Models that apply the routed scaling factor after the experts wherever these do not run on a GPU, although they hand it to
 # the layer as well. Everywhere else the layer's runner applies it, and so do we.
 SCALE_THEMSELVES_ON_CPU = frozenset(f"sglang.srt.models.{name}" for name in ("deepseek_v2", "glm4_moe", "glm4_moe_lite"))
-
-# Batch sizes with a graph of their own: padding is at most a sixteenth up to 32 rows.
-FINE_SIZES = (*range(1, 17), *range(18, 33, 2))
 
 _progress = Progress()
 _layers: dict[roles.Key, tuple[roles.Layer, LayerStore | None]] = {}
@@ -133,8 +130,10 @@ class HybridMoEMethod(FusedMoEMethodBase, torch.nn.Module):
             return StandardCombineInput(hidden_states=torch.zeros_like(hidden))
         if not on_gpu:
             return StandardCombineInput(hidden_states=self.store.experts.forward(hidden, *routing, **self.rest))
+        real = padding.real_rows(hidden.shape[0])
         with _range(self.name):
-            return StandardCombineInput(hidden_states=_handover.forward(self.store.experts, hidden, *routing, name=self.name, **self.rest))
+            out = _handover.forward(self.store.experts, hidden, *routing, name=self.name, real=real, **self.rest)
+        return StandardCombineInput(hidden_states=out)
 
 
 def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
@@ -153,7 +152,6 @@ def make_for_layer(layer: Any, base_method: Any, prefix: str) -> Any:
     compat.check(layer=layer, name=name, method=base_method, format=format, args=args, reason=reason)
     if compat.device(args) == "cuda":
         _without_prefill_graphs()
-        _graphs_of_more_sizes(args)
     assert format is not None, "compat.check refuses unknown formats"
     return HybridMoEMethod(base_method, name=name, format=format)
 
@@ -175,20 +173,6 @@ def _without_prefill_graphs() -> None:
     if prefill.backend != "disabled":
         prefill.backend = "disabled"
         logger.info("Hybrid MoE: prefill runs without CUDA graphs beside CPU experts; decode keeps them")
-
-
-def _graphs_of_more_sizes(args: Any) -> None:
-    """A batch is padded to the next captured size, upstream routes its padding like any row, and the CPU would compute it.
-    So small batches get a graph each, unless ``--cuda-graph-bs-decode`` chooses; the first layer changes the list."""
-    from sglang.srt.runtime_context import get_exec
-
-    decode = get_exec().graph.cuda_graph_config.decode
-    if decode.backend == "disabled" or not decode.bs or ("decode", "bs") in getattr(args, "_cuda_graph_config_locked", ()):
-        return
-    sizes = sorted({size for size in FINE_SIZES if size < max(decode.bs)} | set(decode.bs))
-    if sizes != list(decode.bs):
-        decode.bs = sizes
-        logger.info("Hybrid MoE: decode graphs of %d batch sizes, so that the CPU computes little padding", len(sizes))
 
 
 def _warms_up() -> bool:

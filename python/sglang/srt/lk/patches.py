@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any, NoReturn
 
-from sglang.srt.lk import cpu_formats, cpu_models
+from sglang.srt.lk import cpu_formats, cpu_models, padding
 from sglang.srt.lk.cpu_formats import PatchError, expect
 
 logger = logging.getLogger(__name__)
@@ -113,11 +113,14 @@ def say_what_cannot_be_chosen(module: ModuleType) -> None:
     module.FusedMoE.__init__ = __init__
 
 
+_BACKENDS = "sglang.srt.model_executor.runner_backend"
 _QUANTIZATION = "sglang.srt.layers.quantization"
 PATCHES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     "sglang.srt.model_executor.model_runner": (end_the_start,),
     "sglang.srt.model_executor.model_runner_components.moe_ep_setup": (allow_cut_blocks,),
     "sglang.srt.model_loader.loader": (check_files_first, read_one_file_at_a_time),
+    f"{_BACKENDS}.full_cuda_graph_backend": (padding.tell_graphs("FullCudaGraphBackend"),),
+    f"{_BACKENDS}.breakable_cuda_graph_backend": (padding.tell_graphs("BreakableCudaGraphBackend"),),
     "sglang.srt.layers.moe.fused_moe_triton.layer": (say_what_cannot_be_chosen,),
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": (
         cpu_formats.choose_compressed_tensors,

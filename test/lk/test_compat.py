@@ -54,6 +54,7 @@ def cpu_engine(monkeypatch):
 def test_a_plain_layer_is_taken_over():
     assert problems() == ()
     assert problems(ep_size=1, moe_a2a_backend="none", dwdp_size=1, load_format="dummy", lora_paths=[]) == ()
+    assert problems(attn_dp_size=1, speculative_algorithm="NEXTN") == ()
 
 
 @pytest.mark.parametrize(
@@ -65,6 +66,7 @@ def test_a_plain_layer_is_taken_over():
         ("enable_single_batch_overlap", True), ("enable_pdmux", True), ("enable_torch_compile", True),
         ("enable_fused_moe_sum_all_reduce", True), ("startup_weight_load_mode", "overlap"), ("weight_cache_mode", "shared"), ("enable_memory_saver", True),
         ("moe_runner_backend", "triton_kernel"), ("load_format", "gguf"),
+        ("enable_dp_attention", True), ("attn_dp_size", 2), ("speculative_algorithm", "UNO"),
     ],
 )  # fmt: skip
 def test_each_argument_that_cannot_be_served_is_named_by_its_flag(argument, value):

@@ -83,6 +83,23 @@ def test_the_parts_of_the_buffers_lie_apart_on_cache_lines():
     assert spans[-1][0] + spans[-1][1] <= made.memory.data_ptr() + made.bytes and not made.memory.any()
 
 
+def test_pieces_of_a_batch_know_where_in_it_they_begin(hand, monkeypatch):
+    """So that what says how many rows of the batch are real says it to each of them."""
+    made, real = [], torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(hand.native, "capacity", lambda number: 4)
+    monkeypatch.setattr(hand, "_hand_over", lambda layer, x, routes, out, *, stream: made.append(routes), raising=False)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=0))
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    hand._captured = False
+    x, ids, weights = torch.zeros(10, 2048), torch.zeros(10, 2, dtype=torch.int64), torch.zeros(10, 2)
+    hand.forward(EXPERTS, x, ids, weights, name="model.layers.0", real=real)
+    assert [(routes.first, routes.rows, routes.real) for routes in made] == [(first, min(4, 10 - first), real.data_ptr()) for first in (0, 4, 8)]
+    assert [routes.ids - ids.data_ptr() for routes in made] == [0, 4 * 16, 8 * 16]
+    made.clear()
+    hand.forward(EXPERTS, x, ids, weights, name="model.layers.0")
+    assert [routes.real for routes in made] == [0, 0, 0]
+
+
 def test_a_second_model_is_given_the_larger_of_both_sizes():
     joined = handover.Sizes(rows=256, hidden=2048, top_k=8).join(handover.Sizes(rows=64, hidden=7168, top_k=6))
     assert (joined.rows, joined.hidden, joined.top_k) == (256, 7168, 8)

@@ -206,6 +206,20 @@ def test_a_layer_of_every_format_is_taken_over_loaded_and_right(method, name):
     assert made.quant_method.get_moe_runner_backend(made) is None and made.quant_method.runner is None
 
 
+def test_rows_beside_a_gpu_are_handed_over_with_how_many_of_them_are_real(method, monkeypatch):
+    from sglang.srt.lk import padding
+
+    layer, given = layers.random_layer(CASES["bf16"]), []
+    made = take_over(method, layer, "bf16")
+    monkeypatch.setattr(method, "_handover", SimpleNamespace(forward=lambda *tensors, **rest: given.append(rest) or "computed"))
+    monkeypatch.setattr(method, "_warms_up", lambda: False)
+    monkeypatch.setattr(padding, "_captured", ("the number", 5))
+    for rows in (5, 3):
+        x, ids, weights = layers.batch(layer, rows)
+        assert ask(made, x.to("meta"), ids, weights) == "computed"
+    assert [rest["real"] for rest in given] == ["the number", None]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_nothing_of_the_store_is_a_parameter_or_buffer(method, name):
     layer = layers.random_layer(CASES[name])

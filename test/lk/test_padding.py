@@ -15,19 +15,19 @@ from sglang.srt.lk.cpu_formats import PatchError  # noqa: E402
 class Backend:
     """As upstream's are: two warm-ups and a capture, each a forward; a replay looks up what was captured."""
 
-    def __init__(self, runner, layer_rows=None):
+    def __init__(self, runner):
         self._cuda_graph_runner = runner
-        self.layer_rows = layer_rows
-        self.graphs, self.seen = {}, []
+        self.graphs, self.seen, self.given = {}, [], []
 
     def capture_one(self, shape_key, forward_fn, capture_inputs=None, post_warmup_hook=None):
+        self.given.append((capture_inputs, post_warmup_hook))
         for _ in range(3):
             self.graphs[shape_key.size] = forward_fn()
 
     def replay(self, shape_key, static_forward_batch, **kwargs):
         real = self.graphs[shape_key.size]
         self.seen.append(None if real is None else real.item())
-        return "output"
+        return "output", static_forward_batch, kwargs
 
 
 @pytest.fixture(autouse=True)
@@ -40,7 +40,7 @@ def _told(monkeypatch):
 
 
 def runner(**more):
-    return SimpleNamespace(model_runner=SimpleNamespace(device="cpu"), **{"captured_req_width": 1, **more})
+    return SimpleNamespace(**{"model_runner": SimpleNamespace(device="cpu"), "captured_req_width": 1, **more})
 
 
 def key(size):
@@ -58,7 +58,7 @@ def test_every_replay_knows_its_own_rows(width):
     capture(backend, [8, 4], rows_of=lambda size: size * width)
     for size, raw in ((8, 5), (4, 4), (8, 8), (4, 1)):
         backend._cuda_graph_runner.raw_bs = raw
-        assert backend.replay(key(size), None) == "output"
+        backend.replay(key(size), None)
     assert backend.seen == [5 * width, 4 * width, 8 * width, width]
 
 
@@ -70,10 +70,11 @@ def test_the_target_models_runner_counts_rows_itself():
 
 
 def test_a_graph_that_was_captured_for_a_number_of_rows():
-    backend = Backend(runner(captured_req_width=4, ragged_verify_mode=True, raw_num_token=9))
+    """Upstream fills such a batch up before it says how many there are."""
+    backend = Backend(runner(captured_req_width=4, ragged_verify_mode=True, raw_num_token=12))
     capture(backend, [12])
     backend.replay(key(12), None)
-    assert backend.seen == [9]
+    assert backend.seen == [12]
 
 
 def test_all_rows_are_real_where_the_runner_does_not_say():
@@ -118,26 +119,64 @@ def test_a_capture_that_fails_leaves_nothing_behind():
     assert padding.real_rows(4) is None
 
 
-def test_a_changed_upstream_fails_by_name():
-    class Changed:
-        def capture_one(self, key, forward): ...
+def test_whatever_else_upstream_hands_over_arrives():
+    backend, hooks = Backend(runner()), []
+    backend.capture_one(key(4), lambda: None, capture_inputs="inputs", post_warmup_hook=hooks.append)
+    backend.capture_one(key(4), lambda: None, "inputs", hooks.append)
+    assert backend.given == [("inputs", hooks.append)] * 2
+    assert backend.replay(key(4), "batch", more=1) == ("output", "batch", {"more": 1})
 
+
+def test_the_number_lies_on_the_runners_device():
+    backend = Backend(runner(model_runner=SimpleNamespace(device="meta")))
+    backend.capture_one(key(4), lambda: padding.real_rows(4))
+    assert backend.graphs[4].device.type == "meta"
+
+
+@pytest.mark.parametrize("name", ["capture_one", "replay"])
+def test_a_changed_upstream_fails_by_name(name):
+    changed = type("Changed", (), {**{each: vars(Backend)[each] for each in ("capture_one", "replay")}, name: lambda self, key: None})
     with pytest.raises(PatchError) as error:
-        padding.tell_graphs("Changed")(SimpleNamespace(Changed=Changed))
-    assert "Changed.capture_one" in str(error.value)
+        padding.tell_graphs("Changed")(SimpleNamespace(Changed=changed))
+    assert f"Changed.{name}" in str(error.value)
 
 
-RUNNERS = ["model_executor.runner.decode_cuda_graph_runner"] + [
-    f"speculative.{name}_cuda_graph_runner"
-    for name in ("eagle_draft", "eagle_draft_extend", "multi_layer_eagle_draft_extend", "frozen_kv_mtp")
-]
+def test_one_graph_of_all_steps_of_a_draft_knows_the_batch_that_was_prepared():
+    """Upstream's two: one replays each step's runner, after telling it, the other only the first step's backend."""
+
+    class Steps:
+        def __init__(self):
+            self.runners = [runner(captured_req_width=4), None, runner(captured_req_width=4)]
+            self.backend = Backend(self.runners[0])
+
+        def prepare(self, forward_batch, *, staged=False):
+            self.raw_bs = forward_batch.batch_size
+
+        def replay(self, step):
+            return self.backend.replay(key(8), None)
+
+    padding.tell_first_step(SimpleNamespace(MultiLayerEagleMultiStepDraftExtendCudaGraphRunner=Steps))
+    steps = Steps()
+    capture(steps.backend, [8], rows_of=lambda size: 32)
+    for count in (5, 8, 1):
+        steps.prepare(SimpleNamespace(batch_size=count), staged=False)
+        steps.replay(0)
+    assert steps.backend.seen == [20, 32, 4]
+
+
+# Upstream's runners: what says how many requests or rows a batch has, and the replay that comes after it.
+TOLD = {
+    "model_executor.runner.decode": ("self.raw_num_token = ", "self.backend.replay(self._replay_graph_key"),
+    "speculative.eagle_draft": ("self.raw_bs = ", "self._replay_graph(shape_key"),
+    "speculative.eagle_draft_extend": ("self.raw_bs = ", "self._replay_graph(shape_key"),
+    "speculative.multi_layer_eagle_draft_extend": ("runner.raw_bs = ", "out = runner.replay("),
+    "speculative.frozen_kv_mtp": ("self.raw_bs = ", "self._replay_graph(shape_key"),
+}
 
 
 @pytest.mark.upstream
-@pytest.mark.parametrize("name", RUNNERS)
-def test_upstreams_runners_say_what_is_asked_of_them(name):
-    source = inspect.getsource(importlib.import_module(f"sglang.srt.{name}"))
-    asked = ["self.raw_bs = ", "captured_req_width", "self.backend.replay("]
-    if "decode_cuda_graph" in name:
-        asked += ["self.raw_num_token = ", "self.ragged_verify_mode = "]
-    assert [words for words in asked if words not in source] == []
+@pytest.mark.parametrize("name", TOLD)
+def test_upstreams_runners_know_the_batch_before_they_replay(name):
+    source = inspect.getsource(importlib.import_module(f"sglang.srt.{name}_cuda_graph_runner"))
+    said, replayed = map(source.find, TOLD[name])
+    assert 0 < said < replayed and "captured_req_width" in source

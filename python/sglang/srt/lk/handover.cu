@@ -62,7 +62,7 @@ static __device__ int real_rows(const Routes& routes) { return routes.real ? *ro
 static __device__ int id_of(const Routes& routes, int real, int row, int k) {
   const char* ids = routes.ids + row * routes.ids_stride;
   const int id = routes.wide ? (int)((const long long*)ids)[k] : ((const int*)ids)[k];
-  return row < real ? id : -1;  // after the load, which is then on its way with that of `real`
+  return row < real ? id : -1;
 }
 
 // The whole block: one row with its routes to the host, only the routes if it is padding. Whether it is routed.

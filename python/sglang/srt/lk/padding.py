@@ -2,10 +2,11 @@
 
 A decode graph is captured for a few batch sizes, and a batch in between replays the next larger one. Upstream fills it up
 with rows that it routes like any other. So each graph reads a number in device memory, written before every replay: rows
-from there on are padding to the hand-over. Everything that upstream captures as a decode graph is told so: target and draft
-models, steps that verify drafts, graphs in one piece or in several.
+from there on are padding to the hand-over. All runners of decode graphs are told so: of target and draft models, of steps
+that verify drafts, with graphs in one piece or in several.
 
-Eager batches are not padded; nothing here knows them.
+Eager batches are not padded; nothing here knows them. A graph of rows of several lengths (DSpark's compact verification,
+off by default) is replayed with as many as it was captured for, and so all of them are computed.
 """
 
 import contextlib
@@ -32,6 +33,22 @@ def tell_graphs(name: str) -> Callable[[ModuleType], None]:
     """Around ``capture_one`` and ``replay`` of the graph backend ``name``. Backends are the one place that every runner of
     decode graphs goes through; their loops over sizes and their batches differ. An edit would be one in each backend."""
     return lambda module: _tell(getattr(module, name))
+
+
+def tell_first_step(module: ModuleType) -> None:
+    """After ``prepare`` of the runner for all steps of a multi-layer draft: where one graph holds them all, it belongs to the
+    first step's runner, and upstream tells that one nothing of the batch."""
+    runner = module.MultiLayerEagleMultiStepDraftExtendCudaGraphRunner
+    prepare = expect(runner, "prepare", ["self", "forward_batch", "staged"])
+
+    @functools.wraps(prepare)
+    def telling_prepare(self: Any, *args: Any, **kwargs: Any) -> None:
+        prepare(self, *args, **kwargs)
+        for step in self.runners:
+            if step is not None:
+                step.raw_bs = self.raw_bs
+
+    runner.prepare = telling_prepare
 
 
 def _tell(backend: type) -> None:

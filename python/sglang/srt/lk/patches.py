@@ -121,6 +121,7 @@ PATCHES: dict[str, tuple[Callable[[ModuleType], None], ...]] = {
     "sglang.srt.model_loader.loader": (check_files_first, read_one_file_at_a_time),
     f"{_BACKENDS}.full_cuda_graph_backend": (padding.tell_graphs("FullCudaGraphBackend"),),
     f"{_BACKENDS}.breakable_cuda_graph_backend": (padding.tell_graphs("BreakableCudaGraphBackend"),),
+    "sglang.srt.speculative.multi_layer_eagle_draft_extend_cuda_graph_runner": (padding.tell_first_step,),
     "sglang.srt.layers.moe.fused_moe_triton.layer": (say_what_cannot_be_chosen,),
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors": (
         cpu_formats.choose_compressed_tensors,

@@ -45,10 +45,17 @@ def test_versions_that_do_not_share_the_contract_are_refused(tmp_path):
     assert done.returncode == 1 and "kernels.h differ" in done.stderr
 
 
+def isas():
+    """The smallest that this processor has beyond plain C++, and tiles, which a program has to ask the system for."""
+    flags = Path("/proc/cpuinfo").read_text()
+    small = "neon" if os.uname().machine == "aarch64" else "avx2" if " avx2 " in flags else "scalar"
+    return [small, pytest.param("amx", marks=pytest.mark.skipif(" amx_bf16 " not in flags, reason="no AMX here"))]
+
+
 @pytest.mark.slow
-def test_both_versions_are_measured_and_other_results_are_seen(tmp_path):
-    """Compiles one instruction set twice: the smallest that this processor has beyond plain C++."""
-    isa = "neon" if os.uname().machine == "aarch64" else "avx2" if " avx2 " in Path("/proc/cpuinfo").read_text() else "scalar"
+@pytest.mark.parametrize("isa", isas())
+def test_both_versions_are_measured_and_other_results_are_seen(tmp_path, isa):
+    """Compiles one instruction set twice."""
     shutil.copytree(KERNELS, tmp_path / "other")
     epilogue = tmp_path / "other" / "shape" / "epilogue.h"
     was = epilogue.read_text()

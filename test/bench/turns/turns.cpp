@@ -166,6 +166,7 @@ void measure(const Case& c, bool down) {
 
 int main(int argc, char** argv) {
   if (argc != 6) return 2;
+  lk::cpu_features();  // asks the system for the tile registers, without which a tile's instruction is an illegal one
   const lk::FlushSubnormals flush;
   const Case c{kCodings.at(argv[1]), std::atoi(argv[2]), std::atoi(argv[4]), std::atoi(argv[5]), std::atof(argv[3])};
   measure(c, false);

@@ -105,22 +105,22 @@ double read(const void* data, size_t bytes) {
 
 // Independent dot2 chains on registers: the multiplier's peak.
 double lane_peak(int64_t rounds, float* sink) {
-  constexpr int kChains = I::kSums > 6 ? I::kSums : 6;
+  constexpr int kSums = I::kSums > 6 ? I::kSums : 6;
   alignas(64) uint16_t ones[32];
   for (auto& x : ones) x = 0x3f80;
   const auto w = I::load_pairs(reinterpret_cast<const uint8_t*>(ones));
   const auto a = I::broadcast(ones);
-  typename I::F32 acc[kChains];
+  typename I::F32 acc[kSums];
   for (auto& s : acc) s = I::zero();
   for (int64_t i = 0; i < rounds; ++i)
 #pragma GCC unroll 32
-    for (int c = 0; c < kChains; ++c) acc[c] = I::dot2(acc[c], a, w);
+    for (int c = 0; c < kSums; ++c) acc[c] = I::dot2(acc[c], a, w);
   float out[16];
   for (auto& s : acc) {
     I::store(out, s);
     for (float v : out) *sink += v;
   }
-  return double(rounds) * kChains * 16 * 4;
+  return double(rounds) * kSums * 16 * 4;
 }
 
 // Four tiles of sums from two of activations and two of weights: the peak of tiles.

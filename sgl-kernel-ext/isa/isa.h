@@ -51,6 +51,11 @@ concept LaneIsa = requires(typename I::F32 f, typename I::Pairs p, typename I::P
 // agree with the others within a bound instead of bit for bit.
 template <class I> constexpr bool kLane = !requires { I::kOwnOrder; };
 
+// How many sums the dot2 of a step take in turn: each waits for the one before it in its sum, and where dot2 takes long to
+// finish a single row waits for that instead of memory. Those that agree bit for bit have one.
+template <class I> constexpr int kChains = 1;
+template <class I> requires requires { I::kChains; } constexpr int kChains<I> = I::kChains;
+
 // A matrix multiplier: eight tiles of 16 rows of 64 bytes, by number. On top of a lane instruction set for few rows,
 // and of another order of sums. shape/tile.h has the loops.
 template <class I>

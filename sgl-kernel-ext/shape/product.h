@@ -63,11 +63,11 @@ template <class I, int R> void spread_rows(const uint16_t* const* rows, int dept
     for (int r = 0; r < R; ++r, to += lk::kUnit) I::spread(rows[r] + k, to);
 }
 
-// One step of kStepOf k: blocks are decoded and multiplied with every row. `ahead`: what to fetch while one or
-// two rows wait for memory.
+// One step of kStepOf k: blocks are decoded and multiplied with every row, the pairs in turn for each of kChains sums.
+// `ahead`: what to fetch while one or two rows wait for memory.
 template <class F, class I, int P, int R>
 inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, const uint16_t* const* rows, const float* spread, int at,
-                     const typename F::template Decoder<I>& decoder, typename I::F32 (&acc)[R][P]) {
+                     const typename F::template Decoder<I>& decoder, typename I::F32 (&acc)[kChains<I>][R][P]) {
   constexpr int kPairs = F::kBlock / 2 * F::kTerms;
 #pragma GCC unroll 16
   for (int b = 0; b < kStepOf<F> / F::kBlock; ++b) {
@@ -86,7 +86,10 @@ inline void dot_step(const uint8_t* const (&codes)[P], const uint8_t* ahead, con
         if constexpr (kSpread<I, R>) pair = I::spread_pair(spread + r * lk::kUnit + k / 2);
         else pair = I::broadcast(rows[r] + at + k);
 #pragma GCC unroll 8
-        for (int p = 0; p < P; ++p) acc[r][p] = I::dot2(acc[r][p], pair, w[p][j]);
+        for (int p = 0; p < P; ++p) {
+          typename I::F32& sum = acc[(b * kPairs + j) % kChains<I>][r][p];
+          sum = I::dot2(sum, pair, w[p][j]);
+        }
       }
   }
 }
@@ -158,6 +161,21 @@ struct Ahead {
   }
 };
 
+template <class I, int P, int R> inline void clear(typename I::F32 (&sums)[kChains<I>][R][P]) {
+#pragma GCC unroll 4
+  for (int c = 0; c < kChains<I>; ++c)
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p) sums[c][r][p] = I::zero();
+}
+template <class I, int P, int R> inline typename I::F32 together(const typename I::F32 (&sums)[kChains<I>][R][P], int r, int p) {
+  static_assert(kChains<I> == 1 || (!kLane<I> && (kChains<I> == 2 || kChains<I> == 4)));
+  if constexpr (kChains<I> == 1) return sums[0][r][p];
+  else if constexpr (kChains<I> == 2) return I::add(sums[0][r][p], sums[1][r][p]);
+  else return I::add(I::add(sums[0][r][p], sums[1][r][p]), I::add(sums[2][r][p], sums[3][r][p]));
+}
+
 // Formats with scales sum every step on its own and add it, scaled, to the total: a long group would be one chain of
 // dependent dot2, and their latency would be what one row waits for. `end`: the panel behind the product's last.
 template <class F, class I, int P, int R>
@@ -178,10 +196,15 @@ template <class F, class I, int P, int R>
   // The same group of the panel that comes next.
   size_t to_scales = layout.scales;
   if (streams<F>(R) && panel + 1 == end) to_scales = a.next_scales ? size_t(a.next_scales - scales[0]) : 0;
+  F32 parts[kChains<I>][R][P];  // of one step where there are scales, else of the whole depth
+  if constexpr (kScaled) {
 #pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
+    for (int r = 0; r < R; ++r)
 #pragma GCC unroll 8
-    for (int p = 0; p < P; ++p) sums[r][p] = I::zero();
+      for (int p = 0; p < P; ++p) sums[r][p] = I::zero();
+  } else {
+    clear<I, P, R>(parts);
+  }
 
   for (int begin = 0; begin < layout.depth; begin += group) {
     F32 scale[P];
@@ -196,23 +219,16 @@ template <class F, class I, int P, int R>
     const int end_of_group = F::kGroup > 0 || begin + group < layout.depth ? begin + group : layout.depth;
     int k = begin;
     do {
-      F32 step[R][P];
-      if constexpr (kScaled) {
-#pragma GCC unroll 8
-        for (int r = 0; r < R; ++r)
-#pragma GCC unroll 8
-          for (int p = 0; p < P; ++p) step[r][p] = I::zero();
-      }
-      F32(&acc)[R][P] = kScaled ? step : sums;
+      if constexpr (kScaled) clear<I, P, R>(parts);
       if (kFetchAhead<F> && !streams<F>(R) && ahead) ahead->step<I>();
       const float* const spread_step = kSpread<I, R> ? spread + k / lk::kUnit * lk::kUnit * R + k % lk::kUnit / 2 : nullptr;
-      dot_step<F, I, P, R>(codes, streams<F>(R) ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, spread_step, k, decoder, acc);
+      dot_step<F, I, P, R>(codes, streams<F>(R) ? codes_ahead(a, codes[0], end_of_codes) : nullptr, rows, spread_step, k, decoder, parts);
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) {
         codes[p] += kStepOf<F> / F::kBlock * 64;
         if constexpr (kScaled) {
 #pragma GCC unroll 8
-          for (int r = 0; r < R; ++r) sums[r][p] = I::fma(step[r][p], scale[p], sums[r][p]);
+          for (int r = 0; r < R; ++r) sums[r][p] = I::fma(together<I, P, R>(parts, r, p), scale[p], sums[r][p]);
         }
       }
       k += kStepOf<F>;
@@ -223,6 +239,12 @@ template <class F, class I, int P, int R>
 #pragma GCC unroll 8
       for (int p = 0; p < P; ++p) zeros[p] += lk::kColumns;
     }
+  }
+  if constexpr (!kScaled) {
+#pragma GCC unroll 8
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 8
+      for (int p = 0; p < P; ++p) sums[r][p] = together<I, P, R>(parts, r, p);
   }
 }
 

@@ -33,17 +33,17 @@ using I = LK_ISA_TYPE;
 
 template <class F, class Epilogue> void multiply(const lk::Product& a, const Epilogue& done) {
   if constexpr (kTiles<I>) {
-    if (takes_tiles<I>(a)) return tile_product<F, I>(a, done);
+    if (takes_tiles<F, I>(a)) return tile_product<F, I>(a, done);
   }
   product<F, I>(a, done);
 }
-bool tiles(const lk::Product& a) {
-  if constexpr (kTiles<I>) return !a.layout->zeros && takes_tiles<I>(a);
-  else return false;
-}
 template <class F> void gate_up(const lk::GateUp& args) { multiply<F>(args.product, GateUpEpilogue<I>{args}); }
 template <class F> void down(const lk::Down& args) { multiply<F>(args.product, DownEpilogue<I>{args}); }
-template <class F> constexpr lk::FormatKernels kernels_of() { return {gate_up<F>, down<F>}; }
+template <class F> bool tiles(const lk::Product& a) {
+  if constexpr (kTiles<I>) return !a.layout->zeros && takes_tiles<F, I>(a);
+  else return false;
+}
+template <class F> constexpr lk::FormatKernels kernels_of() { return {gate_up<F>, down<F>, tiles<F>}; }
 
 // Sixteen at a time through body(in, out); the last few through copies, so that nothing beyond n is touched.
 template <class In, class Out, class Body> void sixteens(const In* in, Out* out, int n, const Body& body) {
@@ -165,6 +165,6 @@ double peak(int64_t rounds, float* sink) {
 
 extern const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME);
 const lk::Kernels LK_JOIN(lk_kernels_, LK_ISA_NAME) = {
-    LK_TEXT(LK_ISA_NAME), kLane<I>, kScratch, tiles,
+    LK_TEXT(LK_ISA_NAME), kLane<I>, kScratch,
     {kernels_of<Bf16>(), kernels_of<F16>(), kernels_of<Fp8>(), kernels_of<Mxfp8>(), kernels_of<Mxfp4>(), kernels_of<Nvfp4>(), kernels_of<Int4>()},
     split, split_half, to_bf16, to_half, sums, read, peak};

@@ -102,7 +102,7 @@ struct Product {
   int row_count, split;         // row_count is a multiple of split
   uint8_t* scratch;             // of this worker, Kernels::scratch bytes
   bool tiles_only;              // multiply few rows as many are, so that a row's result does not depend on their number
-  bool in_tiles;                // rows are stored in tiles, as Kernels::tiles asks for
+  bool in_tiles;                // rows are stored in tiles, as FormatKernels::tiles asks for
   // Codes and scales of the panel that this worker reads after the last one, so that they can be fetched ahead: null
   // where that is not known.
   const uint8_t *next_codes = nullptr, *next_scales = nullptr;
@@ -133,6 +133,7 @@ struct Down {
 struct FormatKernels {
   void (*gate_up)(const GateUp&);
   void (*down)(const Down&);
+  bool (*tiles)(const Product&);  // whether it would like its rows in tiles; it looks at layout, row_count and tiles_only
 };
 
 // One table per instruction set, the only symbol its translation unit exports.
@@ -140,7 +141,6 @@ struct Kernels {
   const char* name;
   bool lane;                     // sums in the common order: bit-identical to every other lane ISA
   size_t scratch;                // bytes that a product needs, on a cache line
-  bool (*tiles)(const Product&);  // whether it would like its rows in tiles; it looks at layout, row_count and tiles_only
   FormatKernels format[kFormats];
   // Rows of the caller's to rows of the engine and back; any n. in = high + rest, nearly (float32) or exactly (f16);
   // infinity is the largest bf16 and infinity.

@@ -4,7 +4,7 @@
 
 struct Amx : Avx512Bf16 {
   static constexpr bool kOwnOrder = true;
-  static constexpr int kFewRows = 2;
+  static constexpr int kFewRows = 2, kFewBf16Rows = 4;
   // One sum for the 16 dot2 of a step of 4-bit codes: 15 % slower for one row. Four sums: no faster than two.
   static constexpr int kChains = 2;
   // A core that shares its physical one with a busy neighbour has too short a queue of instructions to begin loads from

@@ -60,7 +60,7 @@ template <class I> requires requires { I::kChains; } constexpr int kChains<I> = 
 // and of another order of sums. shape/tile.h has the loops.
 template <class I>
 concept TileIsa = LaneIsa<I> && requires(typename I::F32 f, typename I::Pairs p, typename I::Pairs& out, const uint8_t* bytes, void* to, const void* from) {
-  { I::kFewRows };                            // up to so many rows product.h is as fast or faster
+  { I::kFewRows + I::kFewBf16Rows };          // up to so many rows product.h is as fast or faster; of bf16, which it need not decode
   { I::kNearSteps };                          // of k, that rows are fetched to the first cache ahead of tile_load_once; 0: not
   { I::tile_begin(16) };                      // before a thread's first tile, with the rows of tiles 0-5; and
   { I::tile_end() };                          // after its last: what tiles hold is gone

@@ -5,7 +5,7 @@
 
 struct NeonBf16 : Neon {
   static constexpr bool kOwnOrder = true;
-  static constexpr int kFewRows = 8;  // a tile's 16 rows are always multiplied
+  static constexpr int kFewRows = 8, kFewBf16Rows = 8;  // a tile's 16 rows are always multiplied
   static constexpr int kNearSteps = 0;  // tiles are loaded line by line, as any other loop does
 
   using Pair = W;

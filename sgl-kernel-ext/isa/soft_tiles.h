@@ -4,7 +4,7 @@
 
 struct SoftTiles : Scalar {
   static constexpr bool kOwnOrder = true;
-  static constexpr int kFewRows = 2, kNearSteps = 2, kChains = 2;
+  static constexpr int kFewRows = 2, kFewBf16Rows = 4, kNearSteps = 2, kChains = 2;
   inline static thread_local uint32_t tiles[8][16][16];
   inline static thread_local int rows;  // of tiles 0-5
 

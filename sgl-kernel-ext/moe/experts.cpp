@@ -399,7 +399,7 @@ bool Experts::act_in_tiles(int rows) const {
   product.layout = &down_;
   product.row_count = rows;
   product.tiles_only = engine_->batch_invariant();
-  return engine_->kernels().tiles(product);
+  return kernels_.tiles(product);
 }
 
 // Where every row's activations go: side by side, or in the tiles that down would otherwise gather in every part.

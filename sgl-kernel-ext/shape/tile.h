@@ -358,7 +358,10 @@ template <class F, class I, class Epilogue> class TileProduct {
 };
 
 // Whether tiles take a product: not with few rows, nor with rows too long for the scratch.
-template <class I> bool takes_tiles(const lk::Product& a) { return (a.row_count > I::kFewRows || a.tiles_only) && tile_rows_of(a.layout->depth); }
+template <class F, class I> bool takes_tiles(const lk::Product& a) {
+  constexpr int kFew = F::kBlock == 2 && F::kTerms == 1 ? I::kFewBf16Rows : I::kFewRows;
+  return (a.row_count > kFew || a.tiles_only) && tile_rows_of(a.layout->depth);
+}
 
 template <class F, class I, class Epilogue> void tile_product(const lk::Product& a, const Epilogue& done) {
   const int at_once = tile_rows_of(a.layout->depth);

@@ -170,10 +170,9 @@ template <class I, int P, int R> inline void clear(typename I::F32 (&sums)[kChai
       for (int p = 0; p < P; ++p) sums[c][r][p] = I::zero();
 }
 template <class I, int P, int R> inline typename I::F32 together(const typename I::F32 (&sums)[kChains<I>][R][P], int r, int p) {
-  static_assert(kChains<I> == 1 || (!kLane<I> && (kChains<I> == 2 || kChains<I> == 4)));
+  static_assert(kChains<I> == 1 || (kChains<I> == 2 && !kLane<I>));
   if constexpr (kChains<I> == 1) return sums[0][r][p];
-  else if constexpr (kChains<I> == 2) return I::add(sums[0][r][p], sums[1][r][p]);
-  else return I::add(I::add(sums[0][r][p], sums[1][r][p]), I::add(sums[2][r][p], sums[3][r][p]));
+  else return I::add(sums[0][r][p], sums[1][r][p]);
 }
 
 // Formats with scales sum every step on its own and add it, scaled, to the total: a long group would be one chain of

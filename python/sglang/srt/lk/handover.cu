@@ -56,29 +56,27 @@ static __device__ uint4 load_host(const char* from, int word) {  // past every c
   return v;
 }
 
-// Rows that are not the padding of a captured batch: they come first.
-static __device__ int real_rows(const Routes& routes) { return routes.real ? *routes.real - routes.first : routes.rows; }
-
-static __device__ int id_of(const Routes& routes, int real, int row, int k) {
+static __device__ int id_of(const Routes& routes, int row, int k) {
   const char* ids = routes.ids + row * routes.ids_stride;
   const int id = routes.wide ? (int)((const long long*)ids)[k] : ((const int*)ids)[k];
-  return row < real ? id : -1;
+  return routes.real && routes.first + row >= *routes.real ? -1 : id;
 }
 
 // The whole block: one row with its routes to the host, only the routes if it is padding. Whether it is routed.
-static __device__ bool send(const Rows& x, const Routes& routes, int real, const Host& host, int row) {
+static __device__ bool send(const Rows& x, const Routes& routes, const Host& host, int row) {
   const int words = x.words ? x.row_bytes / 16 : 0;
   const int a = threadIdx.x, b = threadIdx.x + blockDim.x;
   const uint4* from = (const uint4*)(x.data + row * x.stride);
   uint4* to = (uint4*)(host.x + (u64)row * x.row_bytes);
-  uint4 first, second;  // on their way while the ids are read
+  uint4 first, second;  // on their way while the ids and `*real` are read
   if (a < words) first = from[a];
   if (b < words) second = from[b];
   int routed = 0;
   for (int k = threadIdx.x; k < routes.top_k; k += blockDim.x) {
-    const int id = id_of(routes, real, row, k);
-    host.ids[row * routes.top_k + k] = id;
-    host.weights[row * routes.top_k + k] = ((const float*)(routes.weights + row * routes.weights_stride))[k];
+    const float weight = ((const float*)(routes.weights + row * routes.weights_stride))[k];
+    const int id = id_of(routes, row, k);
+    host.ids[row * routes.top_k + k] = id;  // after the reads: for all the compiler knows it changes what they read
+    host.weights[row * routes.top_k + k] = weight;
     routed |= id >= 0;
   }
   if (!__syncthreads_or(routed)) return false;
@@ -116,15 +114,13 @@ static __device__ void fill(const Rows& y, int row, u32 filler) {
 }
 
 extern "C" __global__ void __launch_bounds__(512) publish(Rows x, Routes routes, Host host) {
-  const int real = real_rows(routes);
-  for (int row = blockIdx.x; row < routes.rows; row += gridDim.x) send(x, routes, real, host, row);
+  for (int row = blockIdx.x; row < routes.rows; row += gridDim.x) send(x, routes, host, row);
 }
 
 extern "C" __global__ void __launch_bounds__(512) collect(Rows y, Routes routes, Host host) {
-  const int real = real_rows(routes);
   for (int row = blockIdx.x; row < routes.rows; row += gridDim.x) {
     int routed = 0;
-    for (int k = threadIdx.x; k < routes.top_k; k += blockDim.x) routed |= id_of(routes, real, row, k) >= 0;
+    for (int k = threadIdx.x; k < routes.top_k; k += blockDim.x) routed |= id_of(routes, row, k) >= 0;
     if (__syncthreads_or(routed)) receive(y, host, row);
     else fill(y, row, 0);
   }
@@ -179,23 +175,24 @@ static __device__ bool answered(const Host& host, State* state, u64 request, boo
   return good;
 }
 
-extern "C" __global__ void __launch_bounds__(512) exchange(Rows x, Rows y, Routes routes, Host host, State* state, u64 limit_ns, int layer) {
+// One block per multiprocessor is enough, and its registers then need not be spilled.
+extern "C" __global__ void __launch_bounds__(512, 1) exchange(Rows x, Rows y, Routes routes, Host host, State* state, u64 limit_ns, int layer) {
   __shared__ unsigned char routed[kMostRows];  // of this block's rows, in turn
   __shared__ bool good;
   u64 finished = 0, waited_before = 0, waited = 0;
   bool aborted = false;
-  if (threadIdx.x == 0) {  // before this block arrives, so before this request can finish
+  const bool speaker = threadIdx.x == blockDim.x - 1;  // sends no route and, if the row is short, no piece of it
+  if (speaker) {  // before this block arrives, so before this request can finish
     finished = *(volatile u64*)&state->finished;
     waited_before = *(volatile u64*)&state->waited_ns;
     aborted = *(volatile u32*)&state->aborted;
   }
-  const int real = real_rows(routes);
   for (int row = blockIdx.x, turn = 0; row < routes.rows; row += gridDim.x, ++turn) {
-    const bool sent = send(x, routes, real, host, row);
+    const bool sent = send(x, routes, host, row);
     if (threadIdx.x == 0) routed[turn] = sent;
   }
   __syncthreads();
-  if (threadIdx.x == 0) good = answered(host, state, finished + 1, aborted, routes.rows, layer, limit_ns, &waited);
+  if (speaker) good = answered(host, state, finished + 1, aborted, routes.rows, layer, limit_ns, &waited);
   __syncthreads();
   for (int row = blockIdx.x, turn = 0; row < routes.rows; row += gridDim.x, ++turn) {
     if (good && routed[turn]) receive(y, host, row);

@@ -138,11 +138,12 @@ void Handover::answer(uint64_t request) {
     return;
   }
   const int64_t spent = last_ns_ = now_ns() - start;
-  control.done.store(request, std::memory_order_release);
+  // Counted first: who sees the answer sees its sums.
   calls_.fetch_add(1, std::memory_order_relaxed);
   rows_.fetch_add(rows, std::memory_order_relaxed);
   busy_ns_.fetch_add(spent, std::memory_order_relaxed);
   if (number == 0) steps_.fetch_add(1, std::memory_order_relaxed);
+  control.done.store(request, std::memory_order_release);
 }
 
 // Counts its own ticks instead of reading a clock: while the whole process is stopped nobody waits in vain.

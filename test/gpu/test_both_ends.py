@@ -241,7 +241,7 @@ def test_the_check_at_the_start_finds_a_wrong_answer(make):
     assert "differs from a direct call" in str(error.value)
 
 
-def test_a_row_has_the_same_bits_alone_in_a_batch_and_in_a_padded_graph(make):
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(make):
     hand, layer = make(), experts()
     x, ids, weights = batch(16)
     alone = torch.cat([hand.forward(layer, *cuda((x[i : i + 1], ids[i : i + 1], weights[i : i + 1])), name=NAME) for i in range(16)])

@@ -497,6 +497,24 @@ def test_beside_a_gpu_prefill_graphs_are_off_decode_keeps_them_and_it_is_said_on
     assert sum("prefill runs without CUDA graphs" in record.message for record in caplog.records) == 1
 
 
+def test_beside_a_gpu_the_graphs_of_a_prompts_last_rows_are_off_too(method, monkeypatch):
+    from sglang.srt import runtime_context
+    from sglang.srt.models.deepseek_v4_replay_tail import DecoderReplayTail, envs
+
+    variable = envs.SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS
+    monkeypatch.setenv(variable.name, str(variable.default))  # and back afterwards
+    monkeypatch.setattr("sglang.srt.models.deepseek_v4_replay_tail.is_cuda", lambda: True)
+    monkeypatch.setattr(DecoderReplayTail, "__init__", lambda self, **_: None)
+    prefill = SimpleNamespace(backend="disabled")
+    monkeypatch.setattr(
+        runtime_context, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill)))
+    )
+    model = SimpleNamespace(tail_writes_source_kv=True, late_layer_start=2, end_layer=4)
+    assert DecoderReplayTail.maybe_create(model) is not None
+    method._without_prefill_graphs()
+    assert DecoderReplayTail.maybe_create(model) is None
+
+
 @pytest.mark.parametrize("decode, args, rows", [
     (dict(max_bs=None, bs=None), dict(chunked_prefill_size=-1), 256),
     (dict(max_bs=512, bs=[1, 512]), dict(chunked_prefill_size=-1), 512),

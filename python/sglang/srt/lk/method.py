@@ -166,9 +166,13 @@ def _format(base_method: Any, scheme: Any) -> tuple[formats.ExpertFormat | None,
 
 def _without_prefill_graphs() -> None:
     """Prefill runs eagerly beside CPU experts: they take milliseconds a layer there, next to which launches cost nothing,
-    and a captured prefill would compute its padding. Upstream reads this after the model is built."""
+    and a captured prefill would compute its padding. Upstream reads this after the model's layers are built."""
+    from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_exec
 
+    # DeepSeek V4.1's own graphs of a prompt's last rows (0.5.23), which upstream captures in the middle of a request
+    if hasattr(envs, "SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS"):
+        envs.SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS.set(0)
     prefill = get_exec().graph.cuda_graph_config.prefill
     if prefill.backend != "disabled":
         prefill.backend = "disabled"

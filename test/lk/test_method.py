@@ -485,34 +485,24 @@ def test_only_a_forward_before_a_capture_is_left_out_not_the_replay_of_a_graph_i
         assert not method._warms_up()
 
 
-def test_beside_a_gpu_prefill_graphs_are_off_decode_keeps_them_and_it_is_said_once(method, monkeypatch, caplog):
+@pytest.mark.parametrize("backend, tail", [("breakable", 2048), ("breakable", 0), ("disabled", 128)])
+def test_beside_a_gpu_prefill_graphs_are_off_decode_keeps_them_and_it_is_said_once(method, monkeypatch, caplog, backend, tail):
     from sglang.srt import runtime_context
+    from sglang.srt.models import deepseek_v4_replay_tail as upstream
 
-    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend="breakable"))
+    graphs = SimpleNamespace(decode=SimpleNamespace(backend="full"), prefill=SimpleNamespace(backend=backend))
     monkeypatch.setattr(runtime_context, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=graphs)))
+    monkeypatch.setenv("SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS", str(tail))
+    monkeypatch.setattr(upstream, "is_cuda", lambda: True)
+    monkeypatch.setattr(upstream.DecoderReplayTail, "__init__", lambda self, **_: None)
+    model = SimpleNamespace(tail_writes_source_kv=True, late_layer_start=2, end_layer=4)
+    assert (upstream.DecoderReplayTail.maybe_create(model) is not None) == (tail > 0)
     with caplog.at_level("INFO"):
         method._without_prefill_graphs()
         method._without_prefill_graphs()
     assert (graphs.decode.backend, graphs.prefill.backend) == ("full", "disabled")
+    assert upstream.DecoderReplayTail.maybe_create(model) is None
     assert sum("prefill runs without CUDA graphs" in record.message for record in caplog.records) == 1
-
-
-def test_beside_a_gpu_the_graphs_of_a_prompts_last_rows_are_off_too(method, monkeypatch):
-    from sglang.srt import runtime_context
-    from sglang.srt.models.deepseek_v4_replay_tail import DecoderReplayTail, envs
-
-    variable = envs.SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS
-    monkeypatch.setenv(variable.name, str(variable.default))  # and back afterwards
-    monkeypatch.setattr("sglang.srt.models.deepseek_v4_replay_tail.is_cuda", lambda: True)
-    monkeypatch.setattr(DecoderReplayTail, "__init__", lambda self, **_: None)
-    prefill = SimpleNamespace(backend="disabled")
-    monkeypatch.setattr(
-        runtime_context, "get_exec", lambda: SimpleNamespace(graph=SimpleNamespace(cuda_graph_config=SimpleNamespace(prefill=prefill)))
-    )
-    model = SimpleNamespace(tail_writes_source_kv=True, late_layer_start=2, end_layer=4)
-    assert DecoderReplayTail.maybe_create(model) is not None
-    method._without_prefill_graphs()
-    assert DecoderReplayTail.maybe_create(model) is None
 
 
 @pytest.mark.parametrize("decode, args, rows", [

@@ -170,13 +170,15 @@ def _without_prefill_graphs() -> None:
     from sglang.srt.environ import envs
     from sglang.srt.runtime_context import get_exec
 
-    # DeepSeek V4.1's own graphs of a prompt's last rows (0.5.23), which upstream captures in the middle of a request
-    if hasattr(envs, "SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS"):
-        envs.SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS.set(0)
     prefill = get_exec().graph.cuda_graph_config.prefill
-    if prefill.backend != "disabled":
-        prefill.backend = "disabled"
-        logger.info("Hybrid MoE: prefill runs without CUDA graphs beside CPU experts; decode keeps them")
+    # DeepSeek V4.1's own graphs of a prompt's last rows (0.5.23), which upstream captures in the middle of a request
+    tail = getattr(envs, "SGLANG_DSV4_DECODER_TAIL_GRAPH_MAX_ROWS", None)
+    if prefill.backend == "disabled" and (tail is None or tail.get() <= 0):
+        return
+    prefill.backend = "disabled"
+    if tail is not None:
+        tail.set(0)
+    logger.info("Hybrid MoE: prefill runs without CUDA graphs beside CPU experts; decode keeps them")
 
 
 def _warms_up() -> bool:
